@@ -1,0 +1,70 @@
+"""Every case lowers to Triton for CUDA, on a machine without a GPU.
+
+Interpreting a kernel proves less: it takes sizes and operations that the compiler refuses.
+"""
+
+import re
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import AbstractDevice, AbstractMesh
+
+from pallas_kernels import argmax, find_ngram, verify_greedy
+from pallas_kernels.argmax import cases as argmax_cases
+from pallas_kernels.find_ngram import cases as find_ngram_cases
+from pallas_kernels.verify_greedy import cases as verify_greedy_cases
+
+OPS = [
+    (op, case)
+    for op, cases in (
+        (find_ngram, find_ngram_cases.CASES),
+        (argmax, argmax_cases.CASES),
+        (verify_greedy, verify_greedy_cases.CASES),
+    )
+    for case in cases
+]
+
+
+def lowered_kernels(function, *arrays):
+    """Return the names of the Triton kernels in a function lowered for an H200."""
+    device = AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="cuda")
+    mesh = AbstractMesh((1,), ("x",), abstract_device=device)
+    with jax.sharding.use_abstract_mesh(mesh):
+        text = jax.jit(function).trace(*arrays).lower(lowering_platforms=("cuda",)).as_text()
+    return re.findall(r'custom_call @__gpu\$xla\.gpu\.triton.*?name = "(\w+)"', text)
+
+
+def expected_kernels(op, case):
+    """Name the kernels that a case should launch."""
+    if op is find_ngram:
+        chunked = ["_find_ngram_partial_kernel", "_find_ngram_global_kernel"]
+        return chunked if case.capacity > 4096 else ["_find_ngram_row_kernel"]
+    if op is argmax:
+        one_part = case.num_columns <= 1024
+        return ["_argmax_partial_kernel"] + ["_argmax_reduce_kernel"] * (not one_part)
+    return ["_verify_greedy_kernel"]
+
+
+@pytest.mark.parametrize("op, case", OPS, ids=[f"{op.__name__}-{case.name}" for op, case in OPS])
+def test_cases_lower_to_triton(op, case):
+    arrays = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in case.arrays()]
+    if op is argmax:
+        arrays = [jax.ShapeDtypeStruct(arrays[0].shape, case.dtype)]
+    function = partial(op, implementation="triton", **case.settings())
+    assert lowered_kernels(function, *arrays) == expected_kernels(op, case)
+
+
+def test_none_picks_triton_on_a_gpu(monkeypatch):
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    logits = jax.ShapeDtypeStruct((2, 97), jnp.float32)
+    assert lowered_kernels(argmax, logits) == ["_argmax_partial_kernel"]
+
+
+def test_the_xla_form_has_no_loop():
+    """A loop inside the decode loop's body would cost more than the op."""
+    for op, case in OPS:
+        if case.is_benchmark:
+            function = jax.jit(partial(op, implementation="xla", **case.settings()))
+            assert " while(" not in function.lower(*case.arrays()).compile().as_text(), case.name
