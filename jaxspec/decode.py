@@ -1,0 +1,227 @@
+"""Draft, forward, verify, commit: one step, and the one loop that runs it.
+
+Everything between two tokens happens inside one `jax.lax.while_loop` inside one `jax.jit`; the
+host starts the loop and reads its result. What shapes the program (drafter, capacity, batch) is
+static; what varies per call (budget, EOS ids, seeds, steps to run) is an array, so that two calls
+of the same shape share one compiled program.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxspec.cache import KVCache, append_rows, commit_block, init_cache
+from jaxspec.drafters import Drafter, Outcome
+from jaxspec.drafters.protocol import Leaf
+from jaxspec.layout import BlockLayout
+from jaxspec.model import Qwen3
+from jaxspec.verify import verify
+
+UNFINISHED, FINISHED_BY_EOS, FINISHED_BY_LENGTH = range(3)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """What varies from call to call, as arrays.
+
+    Attributes:
+      prompt_length: i32[B] tokens of each prompt.
+      max_new_tokens: i32[B] most tokens to emit.
+      eos_ids: i32[E] ids that end a text; unused entries hold -1.
+      seed: u32[B] seed of each row's random streams.
+    """
+
+    prompt_length: Leaf
+    max_new_tokens: Leaf
+    eos_ids: Leaf
+    seed: Leaf
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class DecodeState:
+    """What one step hands to the next.
+
+    Attributes:
+      tokens: i32[B, P] prompt and output; only the first `length` of a row are known.
+      length: i32[B] known tokens; the K/V of all but the last are cached.
+      finish: i32[B], one of UNFINISHED, FINISHED_BY_EOS, FINISHED_BY_LENGTH.
+      num_steps: i32[B] steps in which the row was unfinished.
+      accepted_by_position: i32[B, M] steps in which draft token j was accepted and emitted.
+      cache: the KV cache.
+      drafter: the drafter's state.
+    """
+
+    tokens: Leaf
+    length: Leaf
+    finish: Leaf
+    num_steps: Leaf
+    accepted_by_position: Leaf
+    cache: Any
+    drafter: Any
+
+
+@functools.partial(jax.jit, static_argnames=("drafter",))
+def init_state(
+    model: Qwen3, tokens: jax.Array, request: Request, *, drafter: Drafter
+) -> DecodeState:
+    """Return the state of fresh texts, the cache empty.
+
+    Args:
+      model: the target model.
+      tokens: i32[B, P] prompts, padded to the capacity P of text and cache.
+      request: the call's arrays.
+      drafter: how drafts are made.
+    """
+    batch_size, capacity = tokens.shape
+    zeros = jnp.zeros((batch_size,), jnp.int32)
+    return DecodeState(
+        tokens=tokens,
+        length=request.prompt_length,
+        finish=zeros,
+        num_steps=zeros,
+        accepted_by_position=jnp.zeros((batch_size, drafter.layout.num_draft_tokens), jnp.int32),
+        cache=init_cache(model.config, batch_size=batch_size, capacity=capacity, dtype=model.dtype),
+        drafter=drafter.init(tokens, request.prompt_length, jax.vmap(jax.random.key)(request.seed)),
+    )
+
+
+@functools.partial(jax.jit, static_argnames=("chunk_size",), donate_argnames=("state",))
+def prefill(
+    model: Qwen3, state: DecodeState, num_chunks: jax.Array, *, chunk_size: int
+) -> DecodeState:
+    """Cache the K/V of the prompts' first `num_chunks * chunk_size` tokens; emit nothing.
+
+    One program serves all prompt lengths up to the capacity. Shorter rows write garbage past
+    their end, to slots that decoding overwrites before it reads them.
+    """
+    layout = BlockLayout.linear(chunk_size, has_logits=False)
+    batch_size, capacity = state.tokens.shape
+
+    def cache_chunk(index: jax.Array, cache: KVCache) -> KVCache:
+        start = index * chunk_size
+        positions = jnp.minimum(start + jnp.arange(chunk_size), capacity - 1)
+        block_tokens = jnp.take(state.tokens, positions, axis=1)
+        num_cached = jnp.broadcast_to(start, (batch_size,))
+        _, block = model.hidden_states(block_tokens, num_cached, cache, layout)
+        # The cache holds finite numbers only. That the writes wait for the last layer's keys also
+        # orders them after every read of the cache, so they happen in place.
+        is_finite = jnp.all(jnp.isfinite(block[-1][0]), axis=(1, 2, 3))
+        return append_rows(cache, block, jnp.where(is_finite, num_cached, capacity))
+
+    with jax.named_scope("prefill"):
+        cache = jax.lax.fori_loop(jnp.int32(0), num_chunks, cache_chunk, state.cache)
+    return dataclasses.replace(state, cache=cache)
+
+
+def decode_step(
+    model: Qwen3,
+    state: DecodeState,
+    request: Request,
+    drafter: Drafter,
+    kernels: Literal["triton", "interpret", "xla"] | None = None,
+) -> DecodeState:
+    """Feed the current token and its drafts; append the tokens that the model agrees with."""
+    layout = drafter.layout
+    num_valid = model.config.num_valid_tokens
+    with jax.named_scope("draft"):
+        proposal = drafter.propose(state.drafter, state.tokens, state.length)
+    with jax.named_scope("forward"):
+        logits, block = model(proposal.block_tokens, state.length - 1, state.cache, layout)
+    with jax.named_scope("verify"):
+        outcome = verify(logits, proposal, layout, num_valid=num_valid, implementation=kernels)
+    with jax.named_scope("commit"):
+        state, outcome = commit(state, outcome, request, layout, block)
+    with jax.named_scope("update"):
+        memory = drafter.update(state.drafter, outcome, state.tokens, state.length)
+    return dataclasses.replace(state, drafter=memory)
+
+
+def commit(
+    state: DecodeState, outcome: Outcome, request: Request, layout: BlockLayout, block: KVCache
+) -> tuple[DecodeState, Outcome]:
+    """Append the agreed tokens to each text, clipped at EOS, budget and capacity.
+
+    Args:
+      state: the state before the step.
+      outcome: the verifier's, not clipped yet.
+      request: the call's arrays.
+      layout: the block's layout.
+      block: the block's own K/V, per layer.
+
+    Returns:
+      The new state but for the drafter's part, and the outcome with `num_emitted` clipped.
+    """
+    capacity = state.tokens.shape[1]
+    is_active = state.finish == UNFINISHED
+    candidate_rows = jnp.asarray(np.asarray(layout.candidate_rows, dtype=np.int32))
+    emitted = jnp.take_along_axis(
+        outcome.target_tokens, candidate_rows[outcome.best_candidate], axis=1
+    )
+    offset = jnp.arange(emitted.shape[1])[None]
+
+    is_eos = jnp.any(emitted[..., None] == request.eos_ids[None, None], axis=-1)
+    eos_end = jnp.min(jnp.where(is_eos, offset + 1, capacity + 1), axis=1)
+    budget = request.max_new_tokens - (state.length - request.prompt_length)
+    room = jnp.minimum(budget, capacity - state.length)
+    num_emitted = jnp.minimum(jnp.minimum(outcome.num_accepted + 1, eos_end), room)
+    num_emitted = jnp.where(is_active, num_emitted, 0)
+    finish = jnp.where(num_emitted == room, FINISHED_BY_LENGTH, UNFINISHED)
+    finish = jnp.where(eos_end <= num_emitted, FINISHED_BY_EOS, finish)
+
+    is_emitted = offset < num_emitted[:, None]
+    slots = jnp.where(is_emitted, state.length[:, None] + offset, capacity)
+    rows = jnp.arange(emitted.shape[0])[:, None]
+    accepted = (offset[:, :-1] < outcome.num_accepted[:, None]) & is_emitted[:, :-1]
+    cache = commit_block(
+        state.cache,
+        block,
+        layout,
+        num_cached=state.length - 1,
+        best_candidate=outcome.best_candidate,
+        num_emitted=num_emitted,
+    )
+    new_state = dataclasses.replace(
+        state,
+        tokens=state.tokens.at[rows, slots].set(emitted, mode="drop"),
+        length=state.length + num_emitted,
+        finish=jnp.where(is_active, finish, state.finish),
+        num_steps=state.num_steps + is_active.astype(jnp.int32),
+        accepted_by_position=state.accepted_by_position + accepted.astype(jnp.int32),
+        cache=cache,
+    )
+    return new_state, dataclasses.replace(outcome, num_emitted=num_emitted)
+
+
+@functools.partial(jax.jit, static_argnames=("drafter", "kernels"), donate_argnames=("state",))
+def run_steps(
+    model: Qwen3,
+    state: DecodeState,
+    request: Request,
+    max_steps: jax.Array,
+    *,
+    drafter: Drafter,
+    kernels: Literal["triton", "interpret", "xla"] | None = None,
+) -> DecodeState:
+    """Run steps until every row is finished, `max_steps` at most.
+
+    The state is donated: the cache is updated in place. `max_steps` is an array, so a text that
+    streams in chunks of steps and one that runs to its end share this compiled program.
+    """
+
+    def is_running(carry: tuple[jax.Array, DecodeState]) -> jax.Array:
+        step, state = carry
+        return (step < max_steps) & jnp.any(state.finish == UNFINISHED)
+
+    def body(carry: tuple[jax.Array, DecodeState]) -> tuple[jax.Array, DecodeState]:
+        step, state = carry
+        return step + 1, decode_step(model, state, request, drafter, kernels)
+
+    return jax.lax.while_loop(is_running, body, (jnp.int32(0), state))[1]
