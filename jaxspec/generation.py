@@ -116,10 +116,7 @@ def generate(
     Raises:
       ValueError: a prompt is empty, holds an id outside the vocabulary, or does not fit.
     """
-    generation = None
-    for generation in stream(model, prompts, config, drafter, steps_per_chunk=None):
-        pass
-    assert generation is not None
+    *_, generation = stream(model, prompts, config, drafter, steps_per_chunk=None)
     return generation
 
 

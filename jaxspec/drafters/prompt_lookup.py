@@ -34,7 +34,7 @@ class PromptLookup:
     num_draft_tokens: int = 7
     ngram_size: int = 16
     min_ngram_size: int = 1
-    match: Literal["first", "last"] = "last"
+    match: str = "last"
     kernels: Literal["triton", "interpret", "xla"] | None = None
 
     def __post_init__(self) -> None:

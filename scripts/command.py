@@ -1,0 +1,49 @@
+"""What the scripts share: one-line errors, exit codes, the compilation cache."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import click
+import jax
+
+EXIT_BAD_INPUT = 2
+EXIT_INTERRUPTED = 130
+
+
+def run(command: click.Command, args: Sequence[str] | None = None) -> int:
+    """Run a click command and return its exit code.
+
+    Bad input prints one line on standard error and gives 2; an interrupt gives 130.
+    """
+    try:
+        code = command.main(args=args, standalone_mode=False)
+        sys.stdout.flush()
+        return code if isinstance(code, int) else 0
+    except click.exceptions.Exit as exit_request:
+        return exit_request.exit_code
+    except (click.Abort, KeyboardInterrupt):
+        print("interrupted", file=sys.stderr)
+        return EXIT_INTERRUPTED
+    except BrokenPipeError:
+        # The reader left (`| head`): nothing to report, and nothing more can be written.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except click.ClickException as error:
+        message = error.format_message()
+    except (ValueError, OSError, NotImplementedError) as error:
+        message = str(error)
+    print("error: " + " ".join(message.split()), file=sys.stderr)
+    return EXIT_BAD_INPUT
+
+
+def enable_compilation_cache() -> None:
+    """Keep compiled programs between runs, unless JAX was told where (or not) to keep them."""
+    if "JAX_COMPILATION_CACHE_DIR" in os.environ or "JAX_ENABLE_COMPILATION_CACHE" in os.environ:
+        return
+    root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    jax.config.update("jax_compilation_cache_dir", str(root / "jaxspec" / "xla"))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)

@@ -1,0 +1,299 @@
+"""Continue prompts with Qwen3, speculatively or not: the output is that of plain decoding.
+
+python scripts/decode.py --spec promptlookup
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+import command
+import jax
+import rich.box
+import rich.console
+from rich.table import Table
+
+import checkpoints
+import jaxspec
+from jaxspec import stats, text
+from jaxspec.drafters import DRAFTERS
+
+DEFAULT_PROMPT = '''class Matrix:
+    """A dense matrix of floats, stored row by row."""
+
+    def __init__(self, rows):
+        self.rows = [list(row) for row in rows]
+        self.num_rows = len(self.rows)
+        self.num_columns = len(self.rows[0]) if self.rows else 0
+        for row in self.rows:
+            if len(row) != self.num_columns:
+                raise ValueError("all rows must have the same length")
+
+    def __add__(self, other):
+        if self.num_rows != other.num_rows or self.num_columns != other.num_columns:
+            raise ValueError("matrices must have the same shape")
+        return Matrix(
+            [a + b for a, b in zip(left, right)]
+            for left, right in zip(self.rows, other.rows)
+        )
+
+    def __sub__(self, other):
+'''
+
+# Flags that set a field of the drafter of one mode, as (flag's parameter, field).
+DRAFTER_FLAGS = {
+    "promptlookup": {
+        "num_draft_tokens": "num_draft_tokens",
+        "ngram_size": "ngram_size",
+        "min_ngram_size": "min_ngram_size",
+        "match": "match",
+    },
+}
+
+
+@click.command(context_settings={"help_option_names": ["-h", "--help"], "show_default": True})
+@click.option("--model", default=None, help="HF model directory.  [default: the bundled model]")
+@click.option("--spec", type=click.Choice(list(DRAFTERS)), default="none", help="How to draft.")
+@click.option("--prompt", multiple=True, help="Text to continue; several make a batch.")
+@click.option(
+    "--prompt-file",
+    multiple=True,
+    type=click.Path(exists=True, dir_okay=False, allow_dash=True),
+    help="File with one prompt; several make a batch; - reads standard input.",
+)
+@click.option("--prompt-ids", multiple=True, help="Prompt as token ids, such as 9707,11,1879.")
+@click.option("--max-new-tokens", type=click.IntRange(min=1), default=256)
+@click.option(
+    "--max-seq-len",
+    type=click.IntRange(min=1),
+    default=None,
+    help="Longest prompt + output.  [default: the model's max_position_embeddings]",
+)
+@click.option(
+    "--num-draft-tokens",
+    type=click.IntRange(min=1),
+    default=None,
+    help="promptlookup: tokens drafted a step.  [default: 3 on CPU, 7 on GPU]",
+)
+@click.option(
+    "--ngram-size",
+    type=click.IntRange(min=1),
+    default=None,
+    help="promptlookup: longest suffix looked up.  [default: 16]",
+)
+@click.option(
+    "--min-ngram-size",
+    type=click.IntRange(min=1),
+    default=None,
+    help="promptlookup: shortest suffix looked up.  [default: 1]",
+)
+@click.option(
+    "--match",
+    type=click.Choice(["first", "last"]),
+    default=None,
+    help="promptlookup: which of equally long matches.  [default: last]",
+)
+@click.option(
+    "--dtype",
+    type=click.Choice(["float32", "bfloat16", "float16"]),
+    default=None,
+    help="Of weights and activations.  [default: float32 on CPU, bfloat16 on GPU]",
+)
+@click.option(
+    "--kernels",
+    type=click.Choice(["auto", "triton", "interpret", "xla"]),
+    default="auto",
+    help="Kernel implementation.",
+)
+@click.option("--seed", type=click.IntRange(0, 2**32 - 1), default=0, help="Of random streams.")
+@click.option("--stream/--no-stream", default=True, help="Show text as it comes.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object a prompt.")
+@click.option("--compare", is_flag=True, help="Also decode plainly; exit 1 if a token differs.")
+@click.version_option(jaxspec.__version__, prog_name="jaxspec")
+def main(**flags: Any) -> int:
+    """Continue prompts with Qwen3; speculation changes the time, not the text."""
+    command.enable_compilation_cache()
+    prompts = read_prompts(flags["prompt"], flags["prompt_file"], flags["prompt_ids"])
+    drafter = make_drafter(flags)
+    platform = jax.default_backend()
+    dtype = flags["dtype"] or ("float32" if platform == "cpu" else "bfloat16")
+    model_path = flags["model"] or checkpoints.BUNDLED_MODEL
+    model, tokenizer = checkpoints.load(model_path, dtype=dtype)
+    prompt_ids = [
+        text.encode(tokenizer, prompt) if isinstance(prompt, str) else prompt for prompt in prompts
+    ]
+    config = jaxspec.GenerateConfig(
+        max_new_tokens=flags["max_new_tokens"],
+        max_seq_len=flags["max_seq_len"],
+        seed=flags["seed"],
+        kernels=None if flags["kernels"] == "auto" else flags["kernels"],
+    )
+    decoder = Decoder(model, tokenizer, prompt_ids, config, name=Path(model_path).name, dtype=dtype)
+    return report(decoder, flags, drafter)
+
+
+@dataclasses.dataclass(frozen=True)
+class Decoder:
+    """One model and one set of prompts, to be decoded by one drafter or two."""
+
+    model: jaxspec.Qwen3
+    tokenizer: Any
+    prompt_ids: Sequence[Sequence[int]]
+    config: jaxspec.GenerateConfig
+    name: str
+    dtype: str
+
+    def run(self, spec: str, drafter: jaxspec.Drafter, *, live: bool) -> list[dict[str, Any]]:
+        """Decode the prompts and return a report a row; `live` prints text as it comes."""
+        eos_ids = self.model.config.eos_token_ids
+        screen = LiveText(self.tokenizer, eos_ids, len(self.prompt_ids)) if live else None
+        steps_per_chunk = 8 if screen else None
+        for generation in jaxspec.stream(
+            self.model, self.prompt_ids, self.config, drafter, steps_per_chunk=steps_per_chunk
+        ):
+            if screen:
+                screen.show(generation)
+        return [
+            stats.row_report(
+                generation,
+                row,
+                spec=spec,
+                drafter=drafter,
+                config=self.config,
+                text=text.decode(self.tokenizer, ids, eos_ids) if self.tokenizer else None,
+                model=self.name,
+                dtype=self.dtype,
+                version=jaxspec.__version__,
+            )
+            for row, ids in enumerate(generation.token_ids)
+        ]
+
+
+class LiveText:
+    """Prints the rows of a batch one after the other, each as far as it has come."""
+
+    def __init__(self, tokenizer: Any, eos_ids: Sequence[int], num_rows: int) -> None:
+        self._streams = [
+            text.TextStream(tokenizer, eos_ids) if tokenizer else None for _ in range(num_rows)
+        ]
+        self._shown = [0] * num_rows
+        self._row = 0
+
+    def show(self, generation: jaxspec.Generation) -> None:
+        """Print what is new of the current row, and of the next ones if it has ended."""
+        while self._row < len(self._streams):
+            row = self._row
+            ids = generation.token_ids[row]
+            fresh, self._shown[row] = ids[self._shown[row] :], len(ids)
+            stream = self._streams[row]
+            if stream is None:
+                click.echo(" ".join(map(str, fresh)), nl=False)
+            else:
+                click.echo(stream.push(fresh), nl=False)
+            if generation.finish_reasons[row] is None:
+                return
+            click.echo(stream.flush() if stream else "")
+            self._row += 1
+            if self._row < len(self._streams):
+                click.echo(f"--- prompt {self._row}")
+
+
+def report(decoder: Decoder, flags: dict[str, Any], drafter: jaxspec.Drafter) -> int:
+    """Decode as the flags say, print the outcome, return the exit code."""
+    spec, as_json = flags["spec"], flags["as_json"]
+    rows = decoder.run(spec, drafter, live=flags["stream"] and not as_json)
+    if flags["compare"]:
+        references = decoder.run("none", jaxspec.NoDraft(), live=False)
+        for row, reference in zip(rows, references, strict=True):
+            row |= stats.comparison(row, reference)
+    if as_json:
+        for row in rows:
+            click.echo(json.dumps(row, ensure_ascii=False))
+    else:
+        if not flags["stream"]:
+            for row in rows:
+                click.echo(row["text"] if row["text"] is not None else row["token_ids"])
+        print_table(rows)
+    return 0 if all(row.get("equal", True) for row in rows) else 1
+
+
+def print_table(rows: Sequence[dict[str, Any]]) -> None:
+    """Print what each row took, and how it compares where that was asked."""
+    first = rows[0]
+    table = Table(
+        title=f"{first['model']}, {first['dtype']}, {first['device']}",
+        caption="compile {compile_seconds:.1f} s, prefill {prefill_seconds:.2f} s".format(**first),
+        box=rich.box.SIMPLE_HEAD,
+    )
+    columns = ["prompt", "spec", "tokens", "steps", "tokens/step", "tokens/s", "end"]
+    if "equal" in first:
+        columns += ["equal", "speed-up"]
+    for column in columns:
+        table.add_column(column, justify="right", no_wrap=True)
+    for row in rows:
+        cells = [
+            str(row["id"]),
+            row["spec"],
+            str(row["num_tokens"]),
+            str(row["num_steps"]),
+            f"{row['mean_accepted_length']:.2f}",
+            f"{row['tokens_per_second']:.1f}",
+            row["finish_reason"],
+        ]
+        if "equal" in row:
+            difference = row["first_difference"]
+            equal = "yes" if row["equal"] else f"no, from token {difference['position']}"
+            cells += [equal, f"{row['speedup']:.2f}x"]
+        table.add_row(*cells)
+    # A terminal's width is its own; a file's is whatever the table takes.
+    width = None if sys.stdout.isatty() else 120
+    rich.console.Console(width=width).print(table)
+
+
+def read_prompts(
+    texts: Sequence[str], files: Sequence[str], ids: Sequence[str]
+) -> list[str | list[int]]:
+    """Return the prompts of the flags, texts or ids; a built-in one without any."""
+    prompts: list[str | list[int]] = [*texts]
+    for file in files:
+        try:
+            with click.open_file(file, encoding="utf-8") as stream:
+                prompts.append(stream.read())
+        except UnicodeDecodeError as error:
+            raise click.UsageError(
+                f"--prompt-file {file}: expected UTF-8 text, {error.reason}"
+            ) from None
+    for flag in ids:
+        try:
+            prompts.append([int(part) for part in flag.replace(",", " ").split()])
+        except ValueError:
+            raise click.UsageError(
+                f"--prompt-ids {flag!r}: expected integers separated by commas or spaces"
+            ) from None
+    return prompts or [DEFAULT_PROMPT]
+
+
+def make_drafter(flags: dict[str, Any]) -> jaxspec.Drafter:
+    """Return the drafter that the flags ask for; say which flags the mode does not read."""
+    spec = flags["spec"]
+    fields = DRAFTER_FLAGS.get(spec, {})
+    for name in {name for fields in DRAFTER_FLAGS.values() for name in fields}:
+        if flags[name] is not None and name not in fields:
+            flag = name.replace("_", "-")
+            click.echo(f"note: --{flag} has no effect with --spec {spec}", err=True)
+    settings = {field: flags[name] for name, field in fields.items() if flags[name] is not None}
+    if spec == "promptlookup":
+        is_cpu = jax.default_backend() == "cpu"
+        settings.setdefault("num_draft_tokens", 3 if is_cpu else 7)
+        settings["kernels"] = None if flags["kernels"] == "auto" else flags["kernels"]
+    return DRAFTERS[spec](**settings)
+
+
+if __name__ == "__main__":
+    sys.exit(command.run(main))

@@ -1,0 +1,148 @@
+"""The host's side: validation, statistics, finish reasons, no host work per token."""
+
+from __future__ import annotations
+
+import pytest
+
+from jaxspec import GenerateConfig, NoDraft, PromptLookup, generate, stream
+from jaxspec.stats import comparison, first_difference, first_periodic_position
+from tests.jaxspec.models import random_model, random_prompts
+
+
+@pytest.mark.parametrize(
+    "prompts, config, message",
+    [
+        ([], {}, "no prompts: expected at least one"),
+        ([[1], []], {}, "prompt 1 is empty: expected at least one token"),
+        ([[1, 97]], {}, "prompt 0 holds id 97, expected 0..96"),
+        ([[-1]], {}, "prompt 0 holds id -1, expected 0..96"),
+        (
+            [[1] * 9],
+            {"max_new_tokens": 8, "max_seq_len": 16},
+            "prompt 0 has 9 tokens, which with max_new_tokens=8 exceed max_seq_len=16",
+        ),
+        ([[1] * 1800], {}, "exceed max_seq_len=2048"),
+        ([[1], [2]], {"seed": (1, 2, 3)}, "3 seeds for 2 prompts"),
+        ([[1]], {"eos_token_ids": (97,)}, "eos_token_ids holds 97, expected 0..96"),
+    ],
+)
+def test_bad_calls_are_refused_before_any_work(prompts, config, message):
+    with pytest.raises(ValueError) as caught:
+        stream(random_model(), prompts, GenerateConfig(**config))
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "fields, message",
+    [
+        ({"max_new_tokens": 0}, "max_new_tokens=0 is not at least 1"),
+        ({"prefill_chunk_size": 0}, "prefill_chunk_size=0 is not at least 1"),
+        ({"max_seq_len": 0}, "max_seq_len=0 is not at least 1"),
+        ({"kernels": "cuda"}, "kernels='cuda' is none of triton, interpret, xla"),
+        ({"seed": -1}, "seed=-1 is outside"),
+        ({"seed": 2**32}, "seed=4294967296 is outside"),
+    ],
+)
+def test_generate_config_errors(fields, message):
+    with pytest.raises(ValueError, match=message):
+        GenerateConfig(**fields)
+
+
+@pytest.mark.parametrize(
+    "fields, message",
+    [
+        ({"num_draft_tokens": 0}, "num_draft_tokens=0 is not at least 1"),
+        ({"min_ngram_size": 0}, "min_ngram_size=0 is not at least 1"),
+        ({"ngram_size": 2, "min_ngram_size": 3}, "ngram_size=2 is less than min_ngram_size=3"),
+        ({"match": "best"}, "match='best' is neither first nor last"),
+    ],
+)
+def test_prompt_lookup_errors(fields, message):
+    with pytest.raises(ValueError, match=message):
+        PromptLookup(**fields)
+
+
+def test_no_draft_error():
+    with pytest.raises(ValueError, match="num_padding_rows=-1 is negative"):
+        NoDraft(num_padding_rows=-1)
+
+
+def test_a_prompt_that_just_fits():
+    config = GenerateConfig(max_new_tokens=8, max_seq_len=17)
+    assert generate(random_model(), [[1] * 9], config).num_tokens.tolist() == [8]
+
+
+def test_statistics_add_up():
+    prompts = random_prompts((5, 40))
+    config = GenerateConfig(max_new_tokens=41)
+    result = generate(random_model(), prompts, config, PromptLookup(num_draft_tokens=4))
+    assert result.num_tokens.tolist() == [41, 41]
+    # A step emits its accepted drafts and one token more, but for the last, which is clipped.
+    emitted = result.num_steps + result.accepted_by_position.sum(axis=1)
+    assert ((emitted - result.num_tokens) <= 1).all() and (emitted >= result.num_tokens).all()
+    assert (result.mean_accepted_length > 1).all()
+    assert (result.accepted_by_position[:, :-1] >= result.accepted_by_position[:, 1:]).all()
+    assert (result.accepted_by_position[:, 0] <= result.num_steps).all()
+
+
+def test_the_seed_does_not_change_greedy_text():
+    prompts = random_prompts((5, 40))
+    texts = [
+        generate(random_model(), prompts, GenerateConfig(max_new_tokens=9, seed=seed)).token_ids
+        for seed in (0, 1, (2, 3))
+    ]
+    assert texts[0] == texts[1] == texts[2]
+
+
+def test_padding_rows_change_no_token():
+    prompts = random_prompts((5, 40))
+    config = GenerateConfig(max_new_tokens=40)
+    wide = generate(random_model(), prompts, config, NoDraft(num_padding_rows=7))
+    assert wide.token_ids == generate(random_model(), prompts, config).token_ids
+    assert wide.num_steps.tolist() == [40, 40]
+
+
+@pytest.mark.parametrize(
+    "left, right, index",
+    [([1, 2], [1, 2], None), ([1, 2], [1, 3], 1), ([1], [1, 2], 1), ([], [], None), ([], [1], 0)],
+)
+def test_first_difference(left, right, index):
+    assert first_difference(left, right) == first_difference(right, left) == index
+
+
+@pytest.mark.parametrize(
+    "ids, position",
+    [
+        ([1, 2, 3, 4], 4),
+        ([1, 2, 3, 3], 2),
+        ([9, 1, 2, 1, 2, 1], 1),
+        ([1, 2, 1, 2, 9], 5),
+        ([5] * 6, 0),
+        ([], 0),
+        (list(range(33)) * 2, 66),
+        ([7, *list(range(32)) * 2], 1),
+    ],
+)
+def test_first_periodic_position(ids, position):
+    assert first_periodic_position(ids) == position
+
+
+def test_comparison_names_the_first_difference():
+    row = {"token_ids": [1, 2, 3], "tokens_per_second": 30.0}
+    reference = {"token_ids": [1, 2, 4, 5], "tokens_per_second": 20.0}
+    assert comparison(row, row | {"tokens_per_second": 15.0}) == {
+        "equal": True,
+        "speedup": 2.0,
+        "first_difference": None,
+    }
+    assert comparison(row, reference) == {
+        "equal": False,
+        "speedup": 1.5,
+        "first_difference": {"position": 2, "token_id": 3, "reference_token_id": 4},
+    }
+    assert comparison(row | {"token_ids": [1, 2]}, reference)["first_difference"] == {
+        "position": 2,
+        "token_id": None,
+        "reference_token_id": 4,
+    }

@@ -1,0 +1,224 @@
+"""`scripts/decode.py` as its users call it, in this process."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import command
+import decode
+import pytest
+
+import checkpoints
+from jaxspec import __version__
+from tests.jaxspec.models import random_model
+from tests.tokenizers import byte_tokenizer
+
+KEYS = {
+    "id", "text", "token_ids", "num_tokens", "num_steps", "mean_accepted_length",
+    "accepted_by_position", "finish_reason", "prefill_seconds", "decode_seconds",
+    "tokens_per_second", "compile_seconds", "spec", "settings", "model", "device", "dtype",
+    "version",
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory):
+    """Return a Hugging Face directory with a random model and a byte-level tokenizer."""
+    path = tmp_path_factory.mktemp("models") / "random-qwen3"
+    checkpoints.save(random_model(3, vocab_size=320, tie_word_embeddings=True), path)
+    byte_tokenizer().save_pretrained(path)
+    return path
+
+
+@pytest.fixture
+def run(model_dir, capsys, monkeypatch, tmp_path):
+    """Return a function that runs the command: (exit code, standard output, standard error)."""
+    monkeypatch.setattr(command, "enable_compilation_cache", lambda: None)
+
+    def run(*args, model=model_dir):
+        capsys.readouterr()
+        code = command.run(decode.main, ["--model", str(model), *map(str, args)])
+        captured = capsys.readouterr()
+        return code, captured.out, captured.err
+
+    return run
+
+
+def objects(out):
+    return [json.loads(line) for line in out.splitlines()]
+
+
+def test_json_of_both_modes_is_equal_but_for_the_steps(run):
+    args = ["--prompt", "def f(x):\n", "--max-new-tokens", 40, "--json"]
+    (code, out, err), (spec_code, spec_out, _) = run(*args), run(*args, "--spec", "promptlookup")
+    (plain,), (spec,) = objects(out), objects(spec_out)
+    assert (code, spec_code, err) == (0, 0, "")
+    assert set(plain) == set(spec) == KEYS
+    assert plain["token_ids"] == spec["token_ids"]
+    assert (
+        plain["text"]
+        == spec["text"]
+        == byte_tokenizer().decode(plain["token_ids"], skip_special_tokens=True)
+    )
+    assert plain["num_steps"] == plain["num_tokens"] == 40
+    assert spec["mean_accepted_length"] == spec["num_tokens"] / spec["num_steps"]
+    assert len(spec["accepted_by_position"]) == spec["settings"]["num_draft_tokens"] == 3
+    assert (plain["spec"], spec["spec"]) == ("none", "promptlookup")
+    assert plain["finish_reason"] == "length"
+    assert plain["model"] == "random-qwen3" and plain["version"] == __version__
+    assert plain["dtype"] == "float32"
+
+
+def test_several_prompts_make_a_batch_equal_to_each_alone(run, tmp_path):
+    file = tmp_path / "prompt.txt"
+    file.write_text("for i in range(10):\n", encoding="utf-8")
+    flags = ["--spec", "promptlookup", "--max-new-tokens", 30, "--json"]
+    prompts = [["--prompt", "def f"], ["--prompt-file", file], ["--prompt-ids", "5, 6 7,8"]]
+    together = objects(run(*sum(prompts, []), *flags)[1])
+    alone = [objects(run(*prompt, *flags)[1])[0] for prompt in prompts]
+    assert [row["id"] for row in together] == [0, 1, 2]
+    assert [row["token_ids"] for row in together] == [row["token_ids"] for row in alone]
+
+
+def test_every_flag_reaches_its_setting(run):
+    flags = [
+        "--spec", "promptlookup", "--num-draft-tokens", 5, "--ngram-size", 4,
+        "--min-ngram-size", 2, "--match", "first", "--kernels", "interpret", "--seed", 9,
+        "--max-new-tokens", 7, "--max-seq-len", 99, "--dtype", "bfloat16",
+    ]  # fmt: skip
+    code, out, _ = run("--prompt-ids", "1,2,3", *flags, "--json")
+    (row,) = objects(out)
+    assert code == 0
+    expected = {
+        "num_draft_tokens": 5, "ngram_size": 4, "min_ngram_size": 2, "match": "first",
+        "kernels": "interpret", "seed": 9, "max_new_tokens": 7, "max_seq_len": 99,
+    }  # fmt: skip
+    assert expected.items() <= row["settings"].items()
+    assert row["dtype"] == "bfloat16" and row["num_tokens"] == 7
+    assert len(row["accepted_by_position"]) == 5
+
+
+def test_text_streams_and_a_table_follows(run):
+    args = ["--prompt", "def f(x):\n", "--max-new-tokens", 40, "--spec", "promptlookup"]
+    (row,) = objects(run(*args, "--json")[1])
+    for flag in ("--stream", "--no-stream"):
+        code, out, err = run(*args, flag)
+        assert code == 0 and err == ""
+        assert out.startswith(row["text"])
+        assert "tokens/step" in out[len(row["text"]) :]
+
+
+def test_compare(run):
+    args = ["--prompt", "def f(x):\n", "--max-new-tokens", 30, "--spec", "promptlookup"]
+    code, out, _ = run(*args, "--compare", "--json")
+    (row,) = objects(out)
+    assert code == 0
+    assert set(row) == KEYS | {"equal", "speedup", "first_difference"}
+    assert row["equal"] is True and row["first_difference"] is None and row["speedup"] > 0
+    code, out, _ = run(*args, "--compare")
+    assert code == 0 and re.search(r"equal.*speed-up", out) and "yes" in out
+
+
+def test_compare_exits_with_1_where_a_token_differs(run, monkeypatch):
+    original = decode.stats.row_report
+
+    def corrupt(generation, row, **names):
+        report = original(generation, row, **names)
+        if report["spec"] == "none":
+            report["token_ids"] = report["token_ids"][:4] + [0] + report["token_ids"][5:]
+        return report
+
+    monkeypatch.setattr(decode.stats, "row_report", corrupt)
+    args = ["--prompt", "def f(x):\n", "--max-new-tokens", 30, "--spec", "promptlookup"]
+    code, out, _ = run(*args, "--compare", "--json")
+    (row,) = objects(out)
+    assert code == 1
+    assert row["equal"] is False and row["first_difference"]["position"] == 4
+    code, out, _ = run(*args, "--compare")
+    assert code == 1 and "no, from token 4" in out
+
+
+def test_a_flag_that_the_mode_does_not_read_is_named(run):
+    code, _, err = run("--prompt", "x", "--max-new-tokens", 2, "--ngram-size", 3)
+    assert code == 0 and err == "note: --ngram-size has no effect with --spec none\n"
+
+
+@pytest.mark.parametrize(
+    "args, message",
+    [
+        (["--spec", "magic"], "'magic' is not one of 'none', 'promptlookup'"),
+        (["--nonsense"], "No such option"),
+        (["--max-new-tokens", "0"], "0 is not in the range x>=1"),
+        (["--max-new-tokens", "many"], "'many' is not a valid integer"),
+        (["--num-draft-tokens", "0", "--spec", "promptlookup"], "0 is not in the range"),
+        (["--seed", "-1"], "-1 is not in the range"),
+        (["--dtype", "int8"], "'int8' is not one of"),
+        (["--prompt-file", "missing.txt"], "'missing.txt' does not exist"),
+        (["--prompt-ids", "1,x"], "--prompt-ids '1,x': expected integers"),
+        (["--prompt-ids", ""], "prompt 0 is empty: expected at least one token"),
+        (["--prompt-ids", "5,320"], "prompt 0 holds id 320, expected 0..319"),
+        (["--prompt-ids", "-5"], "prompt 0 holds id -5, expected 0..319"),
+        (["--prompt", ""], "the prompt is empty"),
+        (["--prompt", "x", "--max-seq-len", "10"], "exceed max_seq_len=10"),
+        (
+            ["--spec", "promptlookup", "--ngram-size", "2", "--min-ngram-size", "3"],
+            "ngram_size=2 is less than min_ngram_size=3",
+        ),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_code_2(run, args, message):
+    code, out, err = run(*args)
+    assert code == 2 and out == ""
+    assert err.startswith("error: ") and err.count("\n") == 1
+    assert message in err
+
+
+def test_a_prompt_file_that_is_not_utf8(run, tmp_path):
+    file = tmp_path / "latin1.txt"
+    file.write_bytes(b"caf\xe9")
+    code, _, err = run("--prompt-file", file)
+    assert code == 2 and "expected UTF-8 text" in err and err.count("\n") == 1
+
+
+def test_a_missing_model(run, tmp_path):
+    code, _, err = run("--prompt", "x", model=tmp_path / "nowhere")
+    assert code == 2 and "nowhere" in err and err.count("\n") == 1
+
+
+def test_text_prompts_need_a_tokenizer(run, tmp_path):
+    path = tmp_path / "bare"
+    checkpoints.save(random_model(), path)
+    assert run("--prompt", "x", model=path)[0] == 2
+    code, out, _ = run("--prompt-ids", "1,2", "--max-new-tokens", 3, "--json", model=path)
+    assert code == 0 and objects(out)[0]["text"] is None
+    code, out, _ = run("--prompt-ids", "1,2", "--max-new-tokens", 3, model=path)
+    assert code == 0
+
+
+def test_version_and_help(run, capsys):
+    for flag, text in (("--version", __version__), ("--help", "--spec")):
+        assert command.run(decode.main, [flag]) == 0
+        assert text in capsys.readouterr().out
+
+
+def test_interrupt_gives_130(run, monkeypatch):
+    def interrupt(*args, **kwargs):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(decode.jaxspec, "stream", interrupt)
+    code, _, err = run("--prompt", "x")
+    assert code == 130 and err.strip() == "interrupted"
+
+
+def test_the_compilation_cache_is_on_unless_jax_was_told(monkeypatch, tmp_path):
+    updates = {}
+    monkeypatch.setattr(command.jax.config, "update", updates.__setitem__)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR", raising=False)
+    command.enable_compilation_cache()
+    assert updates["jax_compilation_cache_dir"] == str(tmp_path / "jaxspec" / "xla")
+    updates.clear()
+    monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", "elsewhere")
+    command.enable_compilation_cache()
+    assert updates == {}
