@@ -1,0 +1,60 @@
+"""Weights in and out: Hugging Face directories <-> `jaxspec.Qwen3`."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import jax
+
+from checkpoints.config_files import read_config
+from checkpoints.huggingface import load_model, load_weights, save
+from checkpoints.tokenizer import load_tokenizer, with_tokenizer
+from jaxspec.model import Qwen3
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+__all__ = ["BUNDLED_MODEL", "load", "load_model", "save"]
+
+# A small Qwen3 trained on Python source, which comes with the package.
+BUNDLED_MODEL = Path(__file__).parent / "qwen3-tiny-code"
+
+
+def load(
+    path: str | os.PathLike[str],
+    *,
+    mesh: jax.sharding.Mesh | None = None,
+    dtype: jax.typing.DTypeLike | None = None,
+) -> tuple[Qwen3, PreTrainedTokenizerBase | None]:
+    """Load model and tokenizer from a Hugging Face directory.
+
+    The model's configuration gets the end-of-text ids of all files (`generation_config.json`,
+    `config.json`, tokenizer) and the number of ids that the tokenizer uses.
+
+    Args:
+      path: the directory.
+      mesh: devices to spread the parameters over; None = all on the default device.
+      dtype: of the parameters; None = that of the stored weights.
+
+    Returns:
+      The model, and the tokenizer or None where the directory has none.
+
+    Raises:
+      FileNotFoundError: the directory or a file it needs does not exist.
+      MemoryError: the devices cannot hold the parameters.
+      OSError: a file cannot be read.
+      ValueError: a file is malformed or the model is not supported; one line names file and field.
+    """
+    if mesh is not None:
+        raise ValueError("mesh: sharded loading is not available yet")
+    directory = Path(path)
+    config = read_config(directory)
+    tokenizer = load_tokenizer(directory)
+    if tokenizer is not None:
+        try:
+            config = with_tokenizer(config, tokenizer)
+        except ValueError as error:
+            raise ValueError(f"{directory}: tokenizer: {error}") from None
+    return load_weights(directory, config, dtype=dtype), tokenizer
