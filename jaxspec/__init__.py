@@ -11,6 +11,7 @@ Axis letters in annotations and docstrings:
 from jaxspec.config import GenerateConfig as GenerateConfig
 from jaxspec.config import Qwen3Config as Qwen3Config
 from jaxspec.drafters import Drafter as Drafter
+from jaxspec.drafters import Lookahead as Lookahead
 from jaxspec.drafters import NoDraft as NoDraft
 from jaxspec.drafters import PromptLookup as PromptLookup
 from jaxspec.generation import Generation as Generation

@@ -57,12 +57,11 @@ def main() -> None:
 def kernels(out: str | None, ops: tuple[str, ...], sweep: bool, smoke: bool) -> None:
     """Time every kernel against its XLA form.
 
-    A time is the median over runs of a loop of dependent calls inside one jit, less the same
-    loop without the call.
+    A time is the median over runs of a loop of calls inside one jit: what each call adds to it.
     """
     if not smoke and jax.default_backend() != "gpu":
         raise click.UsageError(f"kernels need a GPU, not {jax.default_backend()!r}; try --smoke")
-    timer = Timer(num_calls=2, num_runs=1) if smoke else Timer()
+    timer = Timer(num_loops=2, chain=1, num_runs=1) if smoke else Timer()
     machine = {
         "device": jax.devices()[0].device_kind,
         "jax": jax.__version__,
@@ -84,62 +83,53 @@ def kernels(out: str | None, ops: tuple[str, ...], sweep: bool, smoke: bool) -> 
 
 
 class Timer:
-    """Times dependent calls in a loop on the device."""
+    """Times calls that follow one another in a loop on the device, as decoding makes them."""
 
-    def __init__(self, num_calls: int = 200, num_runs: int = 9) -> None:
-        self.num_calls = num_calls
+    def __init__(self, num_loops: int = 50, chain: int = 4, num_runs: int = 9) -> None:
+        self.num_loops = num_loops
+        self.chain = chain
         self.num_runs = num_runs
 
     def call(self, function: Callable[..., Any], arrays: list[jax.Array]) -> tuple[float, Any]:
-        """Return microseconds of one call, and the call's result."""
-        shapes = jax.eval_shape(function, *arrays)
-        result = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
-        empty, _ = self._loop(lambda result, *_: result, arrays, result)
-        full, result = self._loop(lambda _, *arrays: function(*arrays), arrays, result)
-        return round((full - empty) / self.num_calls * 1e6, 2), result
+        """Return microseconds of one call, launches and gaps included, and the call's result.
+
+        The time is what twice as many calls in the loop's body cost more, so the loop itself
+        does not count.
+        """
+        short, result = self._loop(function, arrays, self.chain)
+        long, _ = self._loop(function, arrays, 2 * self.chain)
+        return round((long - short) / self.chain / self.num_loops * 1e6, 2), result
 
     def launch(self) -> float:
         """Return microseconds of the smallest operation, its launch included."""
-        step = jax.jit(
-            lambda x: jax.lax.fori_loop(0, self.num_calls, lambda _, x: x * 0.999 + 1.0, x)
-        )
-        seconds, _ = self._median(step, jnp.ones((1,)))
-        return round(seconds / self.num_calls * 1e6, 2)
+        return self.call(lambda x: jnp.sort(x), [jnp.ones((2,))])[0]
 
-    def _loop(self, function: Callable[..., Any], arrays: Any, result: Any) -> tuple[float, Any]:
-        """Time a loop that feeds each call's result to the next call's arrays."""
+    def _loop(self, function: Callable[..., Any], arrays: Any, chain: int) -> tuple[float, Any]:
+        """Time a loop whose body makes `chain` calls, none of which may leave it or be shared.
+
+        The barrier makes each call's inputs depend on the result before it, at no cost.
+        """
 
         def body(_: Any, carry: Any) -> Any:
             arrays, result = carry
-            arrays = [depend(array, result) for array in arrays]
-            return arrays, function(result, *arrays)
+            for _ in range(chain):
+                arrays, _ = jax.lax.optimization_barrier((arrays, result))
+                result = function(*arrays)
+            return arrays, result
 
-        loop = jax.jit(lambda *carry: jax.lax.fori_loop(0, self.num_calls, body, carry))
-        seconds, (_, result) = self._median(loop, arrays, result)
-        return seconds, result
+        @jax.jit
+        def loop(*arrays: jax.Array) -> Any:
+            shapes = jax.eval_shape(function, *arrays)
+            result = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
+            return jax.lax.fori_loop(0, self.num_loops, body, (arrays, result))[1]
 
-    def _median(self, function: Callable[..., Any], *args: Any) -> tuple[float, Any]:
-        result = jax.block_until_ready(function(*args))
+        result = jax.block_until_ready(loop(*arrays))
         seconds = []
         for _ in range(self.num_runs):
             start = time.perf_counter()
-            jax.block_until_ready(function(*args))
+            jax.block_until_ready(loop(*arrays))
             seconds.append(time.perf_counter() - start)
         return statistics.median(seconds), result
-
-
-def depend(array: jax.Array, result: Any) -> jax.Array:
-    """Add a zero that the compiler cannot know, so that no call leaves the loop.
-
-    Only the first element is rewritten, in place: the same cost with and without the call.
-    """
-    if array.size == 0:
-        return array
-    firsts = [leaf.reshape(-1)[:1].astype(jnp.float32) for leaf in jax.tree.leaves(result)]
-    zero = (sum(firsts) < -1e30).astype(array.dtype)
-    flat = array.reshape(-1)
-    flat = jax.lax.dynamic_update_slice(flat, flat[:1] + zero, (0,))
-    return flat.reshape(array.shape)
 
 
 def measure_copy_rate(num_bytes: int, num_runs: int = 9) -> float:

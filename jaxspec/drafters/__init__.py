@@ -1,5 +1,6 @@
 """The drafters. `DRAFTERS` drives the command line, the lossless tests and the benchmark."""
 
+from jaxspec.drafters.lookahead import Lookahead as Lookahead
 from jaxspec.drafters.none import NoDraft as NoDraft
 from jaxspec.drafters.prompt_lookup import PromptLookup as PromptLookup
 from jaxspec.drafters.protocol import Drafter as Drafter
@@ -9,4 +10,5 @@ from jaxspec.drafters.protocol import Proposal as Proposal
 DRAFTERS: dict[str, type] = {
     "none": NoDraft,
     "promptlookup": PromptLookup,
+    "lookahead": Lookahead,
 }

@@ -70,7 +70,8 @@ def _write_draft(search, tokens_ref, draft_ref, num_draft_ref, row, score, lengt
     written = step < num_draft_tokens
     draft = plt.load(tokens_ref.at[row, index], mask=written & found, other=NO_MATCH)
     plt.store(draft_ref.at[row, step], draft, mask=written)
-    num_draft_ref[row] = jnp.where(found, num_draft_tokens, 0)
+    # Not jnp.where(found, M, 0): the backend gives two Python scalars the predicate's type, i1.
+    num_draft_ref[row] = found.astype(jnp.int32) * num_draft_tokens
 
 
 def _find_ngram_partial_kernel(tokens_ref, length_ref, score_ref, *, search, block):

@@ -9,12 +9,12 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxspec import GenerateConfig, NoDraft, PromptLookup, generate, stream
+from jaxspec import GenerateConfig, Lookahead, NoDraft, PromptLookup, generate, stream
 from jaxspec.decode import init_state, prefill, run_steps
 from jaxspec.generation import capacity_for, make_request
 from tests.jaxspec.models import random_model, random_prompts
 
-DRAFTERS = [NoDraft(), PromptLookup(num_draft_tokens=7)]
+DRAFTERS = [NoDraft(), PromptLookup(num_draft_tokens=7), Lookahead(2, 3, 2)]
 
 
 @pytest.fixture(scope="module", params=DRAFTERS, ids=lambda drafter: type(drafter).__name__)
