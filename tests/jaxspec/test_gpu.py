@@ -1,0 +1,74 @@
+"""The loop compiled for a GPU, its kernels by Triton: `pytest -m gpu`."""
+
+from __future__ import annotations
+
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import nnx
+
+from jaxspec import GenerateConfig, Lookahead, NoDraft, PromptLookup, Qwen3, generate
+from jaxspec.decode import init_state, prefill, run_steps
+from jaxspec.generation import make_request
+from tests.jaxspec.models import random_model, random_prompts
+
+pytestmark = pytest.mark.gpu
+DRAFTERS = [PromptLookup(num_draft_tokens=7), Lookahead(7, 5, 7), Lookahead(2, 3, 2)]
+
+
+def in_dtype(model: Qwen3, dtype) -> Qwen3:
+    graph, params = nnx.split(model)
+    return nnx.merge(graph, jax.tree.map(lambda w: w.astype(dtype), params))
+
+
+@pytest.fixture(scope="module", params=[NoDraft(), *DRAFTERS], ids=str)
+def compiled(request):
+    drafter = request.param
+    model = random_model()
+    config = GenerateConfig(max_new_tokens=3000, max_seq_len=4096)
+    tokens, arrays = make_request(model.config, random_prompts((40,)), config)
+    state = init_state(model, tokens, arrays, drafter=drafter)
+    loop = run_steps.lower(model, state, arrays, jnp.int32(3), drafter=drafter).compile()
+    filled = prefill.lower(model, state, jnp.int32(1), chunk_size=512).compile()
+    return drafter, state, loop, filled
+
+
+def test_the_loop_runs_the_triton_kernels(compiled):
+    drafter, _, loop, _ = compiled
+    hlo = loop.as_text()
+    names = ["_argmax_partial_kernel", "_verify_greedy_kernel"]
+    if isinstance(drafter, PromptLookup):
+        names.append("_find_ngram")
+    for name in names:
+        assert name in hlo
+
+
+def test_the_cache_is_updated_in_place(compiled):
+    _, state, loop, filled = compiled
+    cache_bytes = sum(part.nbytes for part in jax.tree.leaves(state.cache))
+    shape = re.escape("f32[" + ",".join(map(str, state.cache[0][0].shape)) + "]")
+    for program in (loop, filled):
+        assert program.memory_analysis().alias_size_in_bytes >= cache_bytes
+        assert not re.findall(rf"= {shape}\S* copy\(", program.as_text())
+
+
+@pytest.mark.parametrize("drafter", DRAFTERS, ids=str)
+@pytest.mark.parametrize("lengths", [(23,), (1, 40, 17)], ids=str)
+def test_float32_tokens_are_those_of_plain_decoding(drafter, lengths):
+    model, prompts = random_model(), random_prompts(lengths)
+    expected = generate(model, prompts, GenerateConfig(max_new_tokens=64))
+    for kernels in (None, "xla"):
+        config = GenerateConfig(max_new_tokens=64, kernels=kernels)
+        assert generate(model, prompts, config, drafter).token_ids == expected.token_ids
+
+
+def test_bfloat16_prompt_lookup_equals_plain_decoding_of_the_same_width():
+    model = in_dtype(random_model(), jnp.bfloat16)
+    prompts = random_prompts((5, 40, 17))
+    config = GenerateConfig(max_new_tokens=200)
+    wide = generate(model, prompts, config, NoDraft(num_padding_rows=7))
+    result = generate(model, prompts, config, PromptLookup(num_draft_tokens=7))
+    assert result.token_ids == wide.token_ids
+    assert result.num_steps.sum() < wide.num_steps.sum()
