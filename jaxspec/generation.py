@@ -150,7 +150,8 @@ def _stream(
 ) -> Iterator[Generation]:
     tokens, request = make_request(model.config, prompts, config)
     longest = max(len(prompt) for prompt in prompts)
-    chunk_size = min(config.prefill_chunk_size, tokens.shape[1])
+    chunk_size = config.prefill_chunk_size or (128 if jax.default_backend() == "cpu" else 512)
+    chunk_size = min(chunk_size, tokens.shape[1])
     num_chunks = -(-(longest - 1) // chunk_size)
 
     def run(state: DecodeState, num_steps: int) -> DecodeState:

@@ -15,14 +15,11 @@ from typing import Any
 import click
 import command
 import jax
-import rich.box
-import rich.console
-from rich.table import Table
+import terminal
 
 import checkpoints
 import jaxspec
-from jaxspec import stats, text
-from jaxspec.drafters import DRAFTERS
+from jaxspec import drafters, stats, text
 
 DEFAULT_PROMPT = '''class Matrix:
     """A dense matrix of floats, stored row by row."""
@@ -46,7 +43,7 @@ DEFAULT_PROMPT = '''class Matrix:
     def __sub__(self, other):
 '''
 
-# Flags that set a field of the drafter of one mode, as (flag's parameter, field).
+# Flags that set a field of the drafter of a mode: the flag's parameter and the field.
 DRAFTER_FLAGS = {
     "promptlookup": {
         "num_draft_tokens": "num_draft_tokens",
@@ -54,12 +51,19 @@ DRAFTER_FLAGS = {
         "min_ngram_size": "min_ngram_size",
         "match": "match",
     },
+    "lookahead": {
+        "window_size": "window_size",
+        "lookahead_ngram_size": "ngram_size",
+        "num_candidates": "num_candidates",
+    },
 }
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"], "show_default": True})
 @click.option("--model", default=None, help="HF model directory.  [default: the bundled model]")
-@click.option("--spec", type=click.Choice(list(DRAFTERS)), default="none", help="How to draft.")
+@click.option(
+    "--spec", type=click.Choice(list(drafters.DRAFTERS)), default="none", help="How to draft."
+)
 @click.option("--prompt", multiple=True, help="Text to continue; several make a batch.")
 @click.option(
     "--prompt-file",
@@ -100,6 +104,24 @@ DRAFTER_FLAGS = {
     help="promptlookup: which of equally long matches.  [default: last]",
 )
 @click.option(
+    "--window-size",
+    type=click.IntRange(min=1),
+    default=None,
+    help="lookahead: columns of the window.  [default: 2 on CPU, 7 on GPU]",
+)
+@click.option(
+    "--lookahead-ngram-size",
+    type=click.IntRange(min=2),
+    default=None,
+    help="lookahead: tokens of an n-gram.  [default: 3 on CPU, 5 on GPU]",
+)
+@click.option(
+    "--num-candidates",
+    type=click.IntRange(min=0),
+    default=None,
+    help="lookahead: n-grams verified a step.  [default: 2 on CPU, 7 on GPU]",
+)
+@click.option(
     "--dtype",
     type=click.Choice(["float32", "bfloat16", "float16"]),
     default=None,
@@ -113,6 +135,7 @@ DRAFTER_FLAGS = {
 )
 @click.option("--seed", type=click.IntRange(0, 2**32 - 1), default=0, help="Of random streams.")
 @click.option("--stream/--no-stream", default=True, help="Show text as it comes.")
+@click.option("--show-drafts", is_flag=True, help="Colour accepted draft tokens as they come.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object a prompt.")
 @click.option("--compare", is_flag=True, help="Also decode plainly; exit 1 if a token differs.")
 @click.version_option(jaxspec.__version__, prog_name="jaxspec")
@@ -149,16 +172,19 @@ class Decoder:
     name: str
     dtype: str
 
-    def run(self, spec: str, drafter: jaxspec.Drafter, *, live: bool) -> list[dict[str, Any]]:
+    def run(
+        self, spec: str, drafter: jaxspec.Drafter, *, live: bool, show_drafts: bool = False
+    ) -> list[dict[str, Any]]:
         """Decode the prompts and return a report a row; `live` prints text as it comes."""
         eos_ids = self.model.config.eos_token_ids
-        screen = LiveText(self.tokenizer, eos_ids, len(self.prompt_ids)) if live else None
-        steps_per_chunk = 8 if screen else None
+        screen = terminal.LiveText(self.tokenizer, eos_ids, self.prompt_ids) if live else None
+        # Which tokens were drafts is read off the counts after every single step.
+        steps_per_chunk = (1 if show_drafts else 8) if screen else None
         for generation in jaxspec.stream(
             self.model, self.prompt_ids, self.config, drafter, steps_per_chunk=steps_per_chunk
         ):
             if screen:
-                screen.show(generation)
+                screen.show(generation, show_drafts=show_drafts)
         return [
             stats.row_report(
                 generation,
@@ -175,39 +201,11 @@ class Decoder:
         ]
 
 
-class LiveText:
-    """Prints the rows of a batch one after the other, each as far as it has come."""
-
-    def __init__(self, tokenizer: Any, eos_ids: Sequence[int], num_rows: int) -> None:
-        self._streams = [
-            text.TextStream(tokenizer, eos_ids) if tokenizer else None for _ in range(num_rows)
-        ]
-        self._shown = [0] * num_rows
-        self._row = 0
-
-    def show(self, generation: jaxspec.Generation) -> None:
-        """Print what is new of the current row, and of the next ones if it has ended."""
-        while self._row < len(self._streams):
-            row = self._row
-            ids = generation.token_ids[row]
-            fresh, self._shown[row] = ids[self._shown[row] :], len(ids)
-            stream = self._streams[row]
-            if stream is None:
-                click.echo(" ".join(map(str, fresh)), nl=False)
-            else:
-                click.echo(stream.push(fresh), nl=False)
-            if generation.finish_reasons[row] is None:
-                return
-            click.echo(stream.flush() if stream else "")
-            self._row += 1
-            if self._row < len(self._streams):
-                click.echo(f"--- prompt {self._row}")
-
-
 def report(decoder: Decoder, flags: dict[str, Any], drafter: jaxspec.Drafter) -> int:
     """Decode as the flags say, print the outcome, return the exit code."""
     spec, as_json = flags["spec"], flags["as_json"]
-    rows = decoder.run(spec, drafter, live=flags["stream"] and not as_json)
+    live = (flags["stream"] or flags["show_drafts"]) and not as_json
+    rows = decoder.run(spec, drafter, live=live, show_drafts=flags["show_drafts"])
     if flags["compare"]:
         references = decoder.run("none", jaxspec.NoDraft(), live=False)
         for row, reference in zip(rows, references, strict=True):
@@ -216,44 +214,11 @@ def report(decoder: Decoder, flags: dict[str, Any], drafter: jaxspec.Drafter) ->
         for row in rows:
             click.echo(json.dumps(row, ensure_ascii=False))
     else:
-        if not flags["stream"]:
+        if not live:
             for row in rows:
                 click.echo(row["text"] if row["text"] is not None else row["token_ids"])
-        print_table(rows)
+        terminal.print_table(rows)
     return 0 if all(row.get("equal", True) for row in rows) else 1
-
-
-def print_table(rows: Sequence[dict[str, Any]]) -> None:
-    """Print what each row took, and how it compares where that was asked."""
-    first = rows[0]
-    table = Table(
-        title=f"{first['model']}, {first['dtype']}, {first['device']}",
-        caption="compile {compile_seconds:.1f} s, prefill {prefill_seconds:.2f} s".format(**first),
-        box=rich.box.SIMPLE_HEAD,
-    )
-    columns = ["prompt", "spec", "tokens", "steps", "tokens/step", "tokens/s", "end"]
-    if "equal" in first:
-        columns += ["equal", "speed-up"]
-    for column in columns:
-        table.add_column(column, justify="right", no_wrap=True)
-    for row in rows:
-        cells = [
-            str(row["id"]),
-            row["spec"],
-            str(row["num_tokens"]),
-            str(row["num_steps"]),
-            f"{row['mean_accepted_length']:.2f}",
-            f"{row['tokens_per_second']:.1f}",
-            row["finish_reason"],
-        ]
-        if "equal" in row:
-            difference = row["first_difference"]
-            equal = "yes" if row["equal"] else f"no, from token {difference['position']}"
-            cells += [equal, f"{row['speedup']:.2f}x"]
-        table.add_row(*cells)
-    # A terminal's width is its own; a file's is whatever the table takes.
-    width = None if sys.stdout.isatty() else 120
-    rich.console.Console(width=width).print(table)
 
 
 def read_prompts(
@@ -288,11 +253,9 @@ def make_drafter(flags: dict[str, Any]) -> jaxspec.Drafter:
             flag = name.replace("_", "-")
             click.echo(f"note: --{flag} has no effect with --spec {spec}", err=True)
     settings = {field: flags[name] for name, field in fields.items() if flags[name] is not None}
-    if spec == "promptlookup":
-        is_cpu = jax.default_backend() == "cpu"
-        settings.setdefault("num_draft_tokens", 3 if is_cpu else 7)
-        settings["kernels"] = None if flags["kernels"] == "auto" else flags["kernels"]
-    return DRAFTERS[spec](**settings)
+    if spec == "promptlookup" and flags["kernels"] != "auto":
+        settings["kernels"] = flags["kernels"]
+    return drafters.make_drafter(spec, platform=jax.default_backend(), **settings)
 
 
 if __name__ == "__main__":

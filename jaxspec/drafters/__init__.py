@@ -1,5 +1,7 @@
 """The drafters. `DRAFTERS` drives the command line, the lossless tests and the benchmark."""
 
+from typing import Any
+
 from jaxspec.drafters.lookahead import Lookahead as Lookahead
 from jaxspec.drafters.none import NoDraft as NoDraft
 from jaxspec.drafters.prompt_lookup import PromptLookup as PromptLookup
@@ -12,3 +14,31 @@ DRAFTERS: dict[str, type] = {
     "promptlookup": PromptLookup,
     "lookahead": Lookahead,
 }
+
+# The settings that decoded fastest, found by `scripts/benchmark.py decode --sweep`. On a CPU every
+# row of a block costs, on a GPU some dozens are nearly free.
+DEFAULT_SETTINGS: dict[str, dict[str, dict[str, Any]]] = {
+    "cpu": {
+        "promptlookup": {"num_draft_tokens": 3},
+        "lookahead": {"window_size": 2, "ngram_size": 3, "num_candidates": 2},
+    },
+    "gpu": {
+        "promptlookup": {"num_draft_tokens": 7},
+        "lookahead": {"window_size": 7, "ngram_size": 5, "num_candidates": 7},
+    },
+}
+
+
+def make_drafter(spec: str, *, platform: str, **settings: Any) -> Drafter:
+    """Return the drafter of a mode with the platform's default settings, some replaced.
+
+    Args:
+      spec: a key of `DRAFTERS`.
+      platform: "cpu", "gpu" or another of JAX's, which gets those of a GPU.
+      **settings: fields of the drafter that differ from the defaults.
+
+    Raises:
+      ValueError: a setting is out of range.
+    """
+    defaults = DEFAULT_SETTINGS.get(platform, DEFAULT_SETTINGS["gpu"]).get(spec, {})
+    return DRAFTERS[spec](**(defaults | settings))

@@ -8,6 +8,7 @@ import re
 import command
 import decode
 import pytest
+import terminal
 
 import checkpoints
 from jaxspec import __version__
@@ -147,7 +148,7 @@ def test_a_flag_that_the_mode_does_not_read_is_named(run):
 @pytest.mark.parametrize(
     "args, message",
     [
-        (["--spec", "magic"], "'magic' is not one of 'none', 'promptlookup'"),
+        (["--spec", "magic"], "'magic' is not one of 'none', 'promptlookup', 'lookahead'"),
         (["--nonsense"], "No such option"),
         (["--max-new-tokens", "0"], "0 is not in the range x>=1"),
         (["--max-new-tokens", "many"], "'many' is not a valid integer"),
@@ -194,6 +195,34 @@ def test_text_prompts_need_a_tokenizer(run, tmp_path):
     assert code == 0 and objects(out)[0]["text"] is None
     code, out, _ = run("--prompt-ids", "1,2", "--max-new-tokens", 3, model=path)
     assert code == 0
+
+
+def test_lookahead_flags_reach_its_settings(run):
+    flags = ["--window-size", 3, "--lookahead-ngram-size", 4, "--num-candidates", 2]
+    args = ["--prompt", "def f(x):\n", "--max-new-tokens", 30, "--spec", "lookahead", "--json"]
+    code, out, err = run(*args, *flags, "--compare")
+    (row,) = objects(out)
+    assert (code, err) == (0, "") and row["equal"]
+    expected = {"window_size": 3, "ngram_size": 4, "num_candidates": 2}
+    assert expected.items() <= row["settings"].items()
+    assert len(row["accepted_by_position"]) == 3
+
+
+@pytest.mark.parametrize("spec", ["none", "promptlookup", "lookahead"])
+def test_show_drafts_colours_what_was_accepted(run, monkeypatch, spec):
+    pieces = []
+    monkeypatch.setattr(
+        terminal.click, "secho", lambda text, nl, fg=None: pieces.append((text, fg))
+    )
+    args = ["--prompt", "for i in range(3):\n", "--max-new-tokens", 40, "--spec", spec]
+    code, out, _ = run(*args, "--show-drafts")
+    assert code == 0
+    shown = "".join(text for text, _ in pieces)
+    (row,) = objects(run(*args, "--json")[1])
+    assert shown == row["text"]
+    drafted = "".join(text for text, colour in pieces if colour == "green")
+    assert bool(drafted) == (sum(row["accepted_by_position"]) > 0)
+    assert len(drafted) < len(shown)
 
 
 def test_version_and_help(run, capsys):

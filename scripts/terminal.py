@@ -1,0 +1,101 @@
+"""What a person sees of a decoding: the text as it comes, and a table."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import click
+import rich.box
+import rich.console
+from rich.table import Table
+
+import jaxspec
+from jaxspec import text
+
+
+class LiveText:
+    """Prints the rows of a batch one after the other, each as far as it has come."""
+
+    def __init__(
+        self, tokenizer: Any, eos_ids: Sequence[int], prompt_ids: Sequence[Sequence[int]]
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._prompt_ids = prompt_ids
+        self._streams = [
+            text.TextStream(tokenizer, eos_ids) if tokenizer else None for _ in prompt_ids
+        ]
+        self._num_seen = [0] * len(prompt_ids)
+        self._num_accepted = [0] * len(prompt_ids)
+        # What is not printed yet: runs of ids, and whether they were accepted drafts.
+        self._pending: list[list[tuple[list[int], bool]]] = [[] for _ in prompt_ids]
+        self._row = 0
+        self._show_prompt()
+
+    def show(self, generation: jaxspec.Generation, *, show_drafts: bool = False) -> None:
+        """Print what is new of the current row, and of the next ones if it has ended."""
+        self._collect(generation, show_drafts)
+        while self._row < len(self._streams):
+            row = self._row
+            stream = self._streams[row]
+            for ids, is_draft in self._pending[row]:
+                shown = stream.push(ids) if stream else "".join(f"{token_id} " for token_id in ids)
+                click.secho(shown, nl=False, fg="green" if is_draft else None)
+            self._pending[row].clear()
+            if generation.finish_reasons[row] is None:
+                sys.stdout.flush()
+                return
+            click.echo(stream.flush() if stream else "")
+            self._row += 1
+            if self._row < len(self._streams):
+                click.echo(f"--- prompt {self._row}")
+                self._show_prompt()
+
+    def _collect(self, generation: jaxspec.Generation, show_drafts: bool) -> None:
+        """Split each row's new ids into accepted drafts, which come first in a step, and others."""
+        for row, ids in enumerate(generation.token_ids):
+            fresh, self._num_seen[row] = ids[self._num_seen[row] :], len(ids)
+            total = int(generation.accepted_by_position[row].sum())
+            num_drafts = total - self._num_accepted[row] if show_drafts else 0
+            self._num_accepted[row] = total
+            self._pending[row] += [(fresh[:num_drafts], True), (fresh[num_drafts:], False)]
+
+    def _show_prompt(self) -> None:
+        """Print the prompt that is being continued, on a terminal only."""
+        if self._tokenizer and sys.stdout.isatty():
+            prompt = text.decode(self._tokenizer, self._prompt_ids[self._row])
+            click.secho(prompt, nl=False, dim=True)
+
+
+def print_table(rows: Sequence[dict[str, Any]]) -> None:
+    """Print what each row took, and how it compares where that was asked."""
+    first = rows[0]
+    table = Table(
+        title=f"{first['model']}, {first['dtype']}, {first['device']}",
+        caption="compile {compile_seconds:.1f} s, prefill {prefill_seconds:.2f} s".format(**first),
+        box=rich.box.SIMPLE_HEAD,
+    )
+    columns = ["prompt", "spec", "tokens", "steps", "tokens/step", "tokens/s", "end"]
+    if "equal" in first:
+        columns += ["equal", "speed-up"]
+    for column in columns:
+        table.add_column(column, justify="right", no_wrap=True)
+    for row in rows:
+        cells = [
+            str(row["id"]),
+            row["spec"],
+            str(row["num_tokens"]),
+            str(row["num_steps"]),
+            f"{row['mean_accepted_length']:.2f}",
+            f"{row['tokens_per_second']:.1f}",
+            row["finish_reason"],
+        ]
+        if "equal" in row:
+            difference = row["first_difference"]
+            equal = "yes" if row["equal"] else f"no, from token {difference['position']}"
+            cells += [equal, f"{row['speedup']:.2f}x"]
+        table.add_row(*cells)
+    # A terminal's width is its own; a file's is whatever the table takes.
+    width = None if sys.stdout.isatty() else 120
+    rich.console.Console(width=width).print(table)
