@@ -94,11 +94,11 @@ def test_ids_past_num_valid_never_win(implementation, num_columns, num_valid):
 def test_partials_of_the_whole(implementation):
     """Parts cover the row in order, each with its own winner."""
     rng = np.random.default_rng(1)
-    logits = rng.integers(-3, 3, (3, 2500)).astype(np.float32)
+    logits = rng.integers(-3, 3, (3, 5000)).astype(np.float32)
     values, indices = run_partial(logits, implementation=implementation)
     assert values.dtype == jnp.float32 and indices.dtype == jnp.int32
     assert values.shape == indices.shape
-    block = 1024
+    block = 2048
     for part in range(values.shape[1]):
         columns = logits[:, part * block : (part + 1) * block]
         np.testing.assert_array_equal(indices[:, part], part * block + oracle(columns))
@@ -106,7 +106,7 @@ def test_partials_of_the_whole(implementation):
 
 
 def test_forms_give_equal_partials():
-    for seed, num_columns in ((0, 97), (1, 2500)):
+    for seed, num_columns in ((0, 97), (1, 5000)):
         logits = special_logits(seed, 18, num_columns)
         for num_valid in (None, 60):
             forms = [

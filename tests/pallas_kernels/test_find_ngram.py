@@ -91,9 +91,7 @@ def test_small_chunks_match_the_oracle(interpret, match):
     rng = np.random.default_rng(7)
     tokens = rng.integers(0, 3, (200, 75), np.int32)
     settings = dict(ngram_size=5, min_ngram_size=2, num_draft_tokens=6, match=match)
-    function = jax.jit(
-        partial(triton.find_ngram, interpret=interpret, block=16, one_launch_capacity=0, **settings)
-    )
+    function = jax.jit(partial(triton.find_ngram, interpret=interpret, block=16, **settings))
     check(lambda *arrays, **_: function(*arrays), tokens, edge_lengths(rng, 200, 75, 5), **settings)
 
 

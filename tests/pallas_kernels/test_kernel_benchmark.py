@@ -26,7 +26,7 @@ def test_smoke(command, tmp_path):
     result = testing.CliRunner().invoke(command, arguments, catch_exceptions=False)
     assert result.exit_code == 0, result.output
     rows = [json.loads(line) for line in out.read_text().splitlines()]
-    assert {"device_copy", "empty_launch", "find_ngram", "verify_greedy"} <= {r["op"] for r in rows}
+    assert {"device_copy", "launch_gap", "find_ngram", "verify_greedy"} <= {r["op"] for r in rows}
     assert all(row["jax"] == jax.__version__ for row in rows)
     assert "xla/kernel" in result.output
 

@@ -39,10 +39,9 @@ def lowered_kernels(function, *arrays):
 def expected_kernels(op, case):
     """Name the kernels that a case should launch."""
     if op is find_ngram:
-        chunked = ["_find_ngram_partial_kernel", "_find_ngram_global_kernel"]
-        return chunked if case.capacity > 4096 else ["_find_ngram_row_kernel"]
+        return ["_find_ngram_partial_kernel", "_find_ngram_global_kernel"]
     if op is argmax:
-        one_part = case.num_columns <= 1024
+        one_part = case.num_columns <= 2048
         return ["_argmax_partial_kernel"] + ["_argmax_reduce_kernel"] * (not one_part)
     return ["_verify_greedy_kernel"]
 
