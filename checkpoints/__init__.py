@@ -1,4 +1,4 @@
-"""Weights in and out: Hugging Face directories <-> `jaxspec.Qwen3`."""
+"""Weights in and out: Hugging Face and converted directories <-> `jaxspec.Qwen3`."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 import jax
 
 from checkpoints.config_files import read_config
+from checkpoints.conversion import Conversion, Format, convert, parse_size
+from checkpoints.hub import find_directory
 from checkpoints.huggingface import load_model, load_weights, save
 from checkpoints.tokenizer import load_tokenizer, with_tokenizer
 from jaxspec.model import Qwen3
@@ -16,7 +18,16 @@ from jaxspec.model import Qwen3
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["BUNDLED_MODEL", "load", "load_model", "save"]
+__all__ = [
+    "BUNDLED_MODEL",
+    "Conversion",
+    "Format",
+    "convert",
+    "load",
+    "load_model",
+    "parse_size",
+    "save",
+]
 
 # A small Qwen3 trained on Python source, which comes with the package.
 BUNDLED_MODEL = Path(__file__).parent / "qwen3-tiny-code"
@@ -28,13 +39,14 @@ def load(
     mesh: jax.sharding.Mesh | None = None,
     dtype: jax.typing.DTypeLike | None = None,
 ) -> tuple[Qwen3, PreTrainedTokenizerBase | None]:
-    """Load model and tokenizer from a Hugging Face directory.
+    """Load model and tokenizer from a Hugging Face directory, a converted one or a hub id.
 
     The model's configuration gets the end-of-text ids of all files (`generation_config.json`,
     `config.json`, tokenizer) and the number of ids that the tokenizer uses.
 
     Args:
-      path: the directory.
+      path: the directory, or the id of a model on the Hugging Face hub such as
+        "Qwen/Qwen3-0.6B"; a directory of that name goes first.
       mesh: devices to spread the parameters over; None = all on the default device.
       dtype: of the parameters; None = that of the stored weights.
 
@@ -44,12 +56,12 @@ def load(
     Raises:
       FileNotFoundError: the directory or a file it needs does not exist.
       MemoryError: the devices cannot hold the parameters.
-      OSError: a file cannot be read.
+      OSError: a file cannot be read, or the model cannot be downloaded.
       ValueError: a file is malformed or the model is not supported; one line names file and field.
     """
     if mesh is not None:
         raise ValueError("mesh: sharded loading is not available yet")
-    directory = Path(path)
+    directory = find_directory(path)
     config = read_config(directory)
     tokenizer = load_tokenizer(directory)
     if tokenizer is not None:

@@ -2,49 +2,38 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
-import math
 import os
-import shutil
-import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.sharding import Sharding
 
+from checkpoints.arrays import checked_dtype, copy, empty
 from checkpoints.config_files import read_config, write_config
-from checkpoints.json_files import write_object
+from checkpoints.directories import written_beside
 from checkpoints.key_table import EMBEDDING, HEAD, Key, get_parameter, iterate_keys
-from checkpoints.safetensors_io import (
-    DTYPES,
-    INDEX_FILE,
-    SINGLE_FILE,
-    StoredTensor,
-    open_checkpoint,
-    write_file,
-)
+from checkpoints.safetensors_io import StoredTensor, TensorToWrite
+from checkpoints.shards import write_weights
+from checkpoints.store import open_tensors
 from jaxspec.config import Qwen3Config
 from jaxspec.model import Qwen3
-
-# A transposed copy touches one cache line per element and row; blocks of this many keep them hot.
-_COPY_BLOCK = 128
 
 
 def load_model(
     directory: str | os.PathLike[str], *, dtype: jax.typing.DTypeLike | None = None
 ) -> Qwen3:
-    """Load a Qwen3 from a Hugging Face directory.
+    """Load a Qwen3 from a Hugging Face or converted directory.
 
     Memory in use beyond the weights themselves stays below one parameter: files are mapped, and
     one fused parameter at a time is assembled on the host.
 
     Args:
-      directory: holds `config.json` and safetensors weights, one file or shards with an index.
+      directory: holds `config.json` and either safetensors weights, one file or shards with an
+        index, or what `convert` makes of them.
       dtype: of the parameters: float32, bfloat16 or float16; None = that of the stored weights
         (float32, which holds them all, where they differ).
 
@@ -63,33 +52,29 @@ def load_weights(
     directory: Path, config: Qwen3Config, *, dtype: jax.typing.DTypeLike | None = None
 ) -> Qwen3:
     """Load the weights of a directory whose configuration has been read; see `load_model`."""
-    wanted = None if dtype is None else _checked_dtype(dtype)
-    tensors = open_checkpoint(directory)
-    _check_tensors(directory, tensors, config)
+    wanted = None if dtype is None else checked_dtype(dtype)
+    tensors = open_tensors(directory)
+    check_tensors(directory, tensors, config)
     if wanted is None:
         stored = {tensor.dtype for tensor in tensors.values()}
         wanted = stored.pop() if len(stored) == 1 else np.dtype(np.float32)
     model = nnx.eval_shape(lambda: Qwen3(config, dtype=wanted, rngs=nnx.Rngs(0)))
     for path, keys in itertools.groupby(iterate_keys(config), key=lambda key: key.parameter):
         parameter = get_parameter(model, path)
-        value = _assemble(tensors, list(keys), config, parameter.shape, wanted)
-        parameter.set_value(_place(path, value))
+        # No name for the host's copy, which would keep it while the next one is assembled.
+        parameter.set_value(
+            _place(path, _assemble(tensors, list(keys), config, parameter.shape, wanted))
+        )
     return model
 
 
-def _checked_dtype(dtype: jax.typing.DTypeLike) -> np.dtype:
-    known = {stored.name: stored for stored in DTYPES.values()}
-    try:
-        name = jnp.dtype(dtype).name
-    except TypeError:
-        name = str(dtype)
-    if name not in known:
-        raise ValueError(f"dtype={name!r} is none of {', '.join(known)}")
-    return known[name]
+def check_tensors(directory: Path, tensors: dict[str, StoredTensor], config: Qwen3Config) -> None:
+    """Require exactly the tensors of the configuration, and drop those that carry nothing.
 
-
-def _check_tensors(directory: Path, tensors: dict[str, StoredTensor], config: Qwen3Config) -> None:
-    """Require exactly the tensors of the configuration, and drop those that carry nothing."""
+    Raises:
+      ValueError: a tensor is missing, unknown, of the wrong shape, or a head differs from the
+        embedding that it is tied to.
+    """
     for name in [name for name in tensors if name.endswith("rotary_emb.inv_freq")]:
         del tensors[name]
     expected = set()
@@ -142,27 +127,15 @@ def _assemble(
     dtype: np.dtype,
 ) -> np.ndarray:
     """Return one parameter, its parts copied from the mapped tensors and converted."""
-    value = np.empty(shape, dtype)
+    value = empty(shape, dtype)
     for key in keys:
         stored = tensors[key.stored]
         target = key.view(value, config)
-        _copy(target, stored.read().reshape(target.shape))
-        if dtype == np.float16 and stored.dtype != dtype and not np.isfinite(target).all():
-            raise ValueError(f"{stored.path}: tensor {key.stored!r} does not fit float16")
+        try:
+            copy(target, stored.read().reshape(target.shape))
+        except OverflowError as error:
+            raise ValueError(f"{stored.path}: tensor {key.stored!r} {error}") from None
     return value
-
-
-def _copy(target: np.ndarray, source: np.ndarray) -> None:
-    """Copy with conversion; a transposed copy goes in blocks along first and last axis."""
-    with np.errstate(over="ignore"):
-        if target.flags.c_contiguous and source.flags.c_contiguous:
-            target[...] = source
-            return
-        for row in range(0, target.shape[0], _COPY_BLOCK):
-            rows = slice(row, row + _COPY_BLOCK)
-            for column in range(0, target.shape[-1], _COPY_BLOCK):
-                columns = slice(column, column + _COPY_BLOCK)
-                target[rows, ..., columns] = source[rows, ..., columns]
 
 
 def _place(path: str, value: np.ndarray, sharding: Sharding | None = None) -> jax.Array:
@@ -202,71 +175,26 @@ def save(
       ValueError: `dtype` or `max_shard_bytes` is out of range, or a weight does not fit float16.
     """
     directory = Path(directory)
-    stored_dtype = _checked_dtype(model.dtype if dtype is None else dtype)
+    stored_dtype = checked_dtype(model.dtype if dtype is None else dtype)
     if max_shard_bytes < 1:
         raise ValueError(f"max_shard_bytes={max_shard_bytes} is not at least 1")
-    if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
-        raise FileExistsError(f"{directory}: exists and is not an empty directory")
-    with _written_beside(directory) as temporary:
+    tensors = [_to_write(model, key, stored_dtype) for key in iterate_keys(model.config)]
+    with written_beside(directory) as temporary:
         write_config(model.config, temporary, dtype_name=stored_dtype.name)
-        _write_weights(model, temporary, stored_dtype, max_shard_bytes)
+        write_weights(temporary, tensors, max_shard_bytes)
 
 
-@contextlib.contextmanager
-def _written_beside(directory: Path) -> Iterator[Path]:
-    """Yield a new directory that takes the place of `directory` if the body succeeds."""
-    directory.parent.mkdir(parents=True, exist_ok=True)
-    outer = Path(tempfile.mkdtemp(prefix=f".{directory.name}.", dir=directory.parent))
-    try:
-        # `mkdtemp` makes private directories; this one gets the permissions of any other.
-        inner = outer / directory.name
-        inner.mkdir()
-        yield inner
-        inner.rename(directory)
-    finally:
-        shutil.rmtree(outer, ignore_errors=True)
+def _to_write(model: Qwen3, key: Key, dtype: np.dtype) -> TensorToWrite:
+    shape = key.shape(model.config)
 
+    def produce() -> np.ndarray:
+        parameter = np.asarray(get_parameter(model, key.parameter)[...])
+        source = key.view(parameter, model.config)
+        value = empty(source.shape, dtype)
+        try:
+            copy(value, source)
+        except OverflowError as error:
+            raise ValueError(f"tensor {key.stored!r} {error}") from None
+        return value.reshape(shape)
 
-def _write_weights(model: Qwen3, directory: Path, dtype: np.dtype, max_shard_bytes: int) -> None:
-    config = model.config
-    keys = {key.stored: key for key in iterate_keys(config)}
-
-    def produce(name: str) -> np.ndarray:
-        key = keys[name]
-        source = key.view(np.asarray(get_parameter(model, key.parameter)[...]), config)
-        value = np.empty(source.shape, dtype)
-        _copy(value, source)
-        if dtype == np.float16 and source.dtype != dtype and not np.isfinite(value).all():
-            raise ValueError(f"tensor {name!r} does not fit float16")
-        return value
-
-    sizes = {name: math.prod(key.shape(config)) * dtype.itemsize for name, key in keys.items()}
-    shards = _split(sizes, max_shard_bytes)
-    file_names = [SINGLE_FILE]
-    if len(shards) > 1:
-        count = len(shards)
-        file_names = [f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)]
-    for file_name, names in zip(file_names, shards, strict=True):
-        entries = [(name, keys[name].shape(config)) for name in names]
-        write_file(directory / file_name, entries, dtype, produce)
-    if len(shards) > 1:
-        weight_map = {
-            name: file_name
-            for file_name, names in zip(file_names, shards, strict=True)
-            for name in names
-        }
-        metadata = {"total_size": sum(sizes.values())}
-        write_object(directory / INDEX_FILE, {"metadata": metadata, "weight_map": weight_map})
-
-
-def _split(sizes: Mapping[str, int], max_bytes: int) -> list[list[str]]:
-    """Group names, in order, so that each group's sizes sum to at most `max_bytes`."""
-    groups: list[list[str]] = [[]]
-    total = 0
-    for name, size in sizes.items():
-        if groups[-1] and total + size > max_bytes:
-            groups.append([])
-            total = 0
-        groups[-1].append(name)
-        total += size
-    return groups
+    return TensorToWrite(key.stored, shape, dtype, produce)

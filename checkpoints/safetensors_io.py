@@ -10,7 +10,7 @@ import dataclasses
 import json
 import math
 import struct
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +56,33 @@ class StoredTensor:
         return np.memmap(self.path, self.dtype, mode="r", offset=self.offset, shape=self.shape)
 
 
+@dataclasses.dataclass(frozen=True)
+class TensorToWrite:
+    """One tensor that a writer asks for when its turn comes, so that one at a time is in memory.
+
+    Attributes:
+      name: Hugging Face key.
+      shape: as stored.
+      dtype: element type that is written.
+      produce: returns the tensor, C-contiguous, in that dtype and shape.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    produce: Callable[[], np.ndarray]
+
+    @property
+    def size(self) -> int:
+        """Return the number of elements."""
+        return math.prod(self.shape)
+
+    @property
+    def num_bytes(self) -> int:
+        """Return the bytes that are written."""
+        return self.size * self.dtype.itemsize
+
+
 def read_header(path: Path) -> dict[str, StoredTensor]:
     """Return the tensors of one safetensors file, after checking header and length.
 
@@ -97,9 +124,9 @@ def _entry(path: Path, name: str, entry: Any) -> tuple[np.dtype, tuple[int, ...]
         raise ValueError(
             f"{where}: dtype {code!r} is not supported (supported: {', '.join(DTYPES)})"
         )
-    if not _are_counts(shape):
+    if not are_counts(shape):
         raise ValueError(f"{where}: shape {shape!r} is not a list of sizes")
-    if not _are_counts(span) or len(span) != 2 or span[0] > span[1]:
+    if not are_counts(span) or len(span) != 2 or span[0] > span[1]:
         raise ValueError(f"{where}: data_offsets {span!r} are not a pair of ascending offsets")
     num_bytes = math.prod(shape) * DTYPES[code].itemsize
     if span[1] - span[0] != num_bytes:
@@ -110,7 +137,8 @@ def _entry(path: Path, name: str, entry: Any) -> tuple[np.dtype, tuple[int, ...]
     return DTYPES[code], tuple(shape), span[0], span[1]
 
 
-def _are_counts(value: Any) -> bool:
+def are_counts(value: Any) -> bool:
+    """Return whether a JSON value is a list of integers that are not negative."""
     return isinstance(value, list) and all(type(item) is int and item >= 0 for item in value)
 
 
@@ -184,33 +212,34 @@ def _shard_name(index_path: Path, name: str, shard: Any) -> str:
 
 
 def write_file(
-    path: Path,
-    tensors: Iterable[tuple[str, tuple[int, ...]]],
-    dtype: np.dtype,
-    produce: Callable[[str], np.ndarray],
+    path: Path, tensors: Sequence[TensorToWrite], on_written: Callable[[int], None]
 ) -> None:
     """Write one safetensors file, one tensor in memory at a time.
 
     Args:
       path: file to create.
-      tensors: names and shapes, in file order.
-      dtype: element type of all of them.
-      produce: returns the named tensor, C-contiguous, in that dtype and shape.
+      tensors: what to write, in file order.
+      on_written: called with the bytes of each tensor that has been written.
 
     Raises:
       OSError: the file cannot be written.
+      ValueError: a tensor cannot be produced.
     """
-    code = next(code for code, known in DTYPES.items() if known == dtype)
+    codes = {dtype: code for code, dtype in DTYPES.items()}
     # Old transformers releases refuse files without this entry.
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     offset = 0
-    for name, shape in tensors:
-        end = offset + math.prod(shape) * dtype.itemsize
-        header[name] = {"dtype": code, "shape": list(shape), "data_offsets": [offset, end]}
-        offset = end
+    for tensor in tensors:
+        header[tensor.name] = {
+            "dtype": codes[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [offset, offset + tensor.num_bytes],
+        }
+        offset += tensor.num_bytes
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     with path.open("xb") as file:
         file.write(struct.pack("<Q", len(text)) + text)
-        for name in list(header)[1:]:
-            file.write(produce(name).view(np.uint8).data)
+        for tensor in tensors:
+            file.write(tensor.produce().view(np.uint8).data)
+            on_written(tensor.num_bytes)

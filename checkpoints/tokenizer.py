@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 _FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.json", "merges.txt")
 
 
-def load_tokenizer(directory: Path) -> PreTrainedTokenizerBase | None:
-    """Return the directory's tokenizer, or None where it has no tokenizer files at all.
+def check_files(directory: Path) -> bool:
+    """Return whether the directory has a tokenizer, after checking its files as far as JSON goes.
 
     Raises:
       FileNotFoundError: some tokenizer files are there, but not those that hold the vocabulary.
@@ -25,7 +25,7 @@ def load_tokenizer(directory: Path) -> PreTrainedTokenizerBase | None:
     """
     present = {name for name in _FILES if (directory / name).exists()}
     if not present:
-        return None
+        return False
     # transformers would quietly make an empty tokenizer out of the rest.
     if "tokenizer.json" not in present and not present >= {"vocab.json", "merges.txt"}:
         raise FileNotFoundError(
@@ -34,6 +34,19 @@ def load_tokenizer(directory: Path) -> PreTrainedTokenizerBase | None:
         )
     for name in sorted(present - {"merges.txt"}):
         read_object(directory / name)
+    return True
+
+
+def load_tokenizer(directory: Path) -> PreTrainedTokenizerBase | None:
+    """Return the directory's tokenizer, or None where it has no tokenizer files at all.
+
+    Raises:
+      FileNotFoundError: some tokenizer files are there, but not those that hold the vocabulary.
+      OSError: a file cannot be read.
+      ValueError: a file is malformed.
+    """
+    if not check_files(directory):
+        return None
     # Imported here because it pulls in torch where that is installed, which weights do not need.
     from transformers import AutoTokenizer
 

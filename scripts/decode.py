@@ -60,7 +60,11 @@ DRAFTER_FLAGS = {
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"], "show_default": True})
-@click.option("--model", default=None, help="HF model directory.  [default: the bundled model]")
+@click.option(
+    "--model",
+    default=None,
+    help="HF directory, converted directory or hub id.  [default: the bundled model]",
+)
 @click.option(
     "--spec", type=click.Choice(list(drafters.DRAFTERS)), default="none", help="How to draft."
 )

@@ -17,7 +17,7 @@ import pytest
 from flax import nnx
 
 import checkpoints
-from checkpoints import huggingface
+from checkpoints import shards
 from checkpoints.key_table import get_parameter, iterate_keys
 from checkpoints.safetensors_io import open_checkpoint
 from jaxspec.config import Qwen3Config, YarnScaling
@@ -162,7 +162,7 @@ def test_save_leaves_nothing_behind_when_it_fails(tmp_path, stored, monkeypatch)
     def fail(*_):
         raise OSError("disk full")
 
-    monkeypatch.setattr(huggingface, "write_file", fail)
+    monkeypatch.setattr(shards, "write_file", fail)
     with pytest.raises(OSError, match="disk full"):
         checkpoints.save(model, tmp_path / "out")
     assert list(tmp_path.iterdir()) == []
