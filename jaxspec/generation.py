@@ -149,10 +149,9 @@ def _stream(
     steps_per_chunk: int | None,
 ) -> Iterator[Generation]:
     tokens, request = make_request(model.config, prompts, config)
-    longest = max(len(prompt) for prompt in prompts)
-    chunk_size = config.prefill_chunk_size or (128 if jax.default_backend() == "cpu" else 512)
-    chunk_size = min(chunk_size, tokens.shape[1])
-    num_chunks = -(-(longest - 1) // chunk_size)
+    chunk_size, num_chunks = prefill_chunks(
+        config, capacity=tokens.shape[1], longest_prompt=max(len(prompt) for prompt in prompts)
+    )
 
     def run(state: DecodeState, num_steps: int) -> DecodeState:
         return run_steps(
@@ -188,6 +187,15 @@ def _stream(
             prefill_seconds=prefilled - compiled,
             decode_seconds=decode_seconds,
         )
+
+
+def prefill_chunks(
+    config: GenerateConfig, *, capacity: int, longest_prompt: int
+) -> tuple[int, int]:
+    """Return the tokens of one prefill pass, and how many passes cache all but the last token."""
+    chunk_size = config.prefill_chunk_size or (128 if jax.default_backend() == "cpu" else 512)
+    chunk_size = min(chunk_size, capacity)
+    return chunk_size, -(-(longest_prompt - 1) // chunk_size)
 
 
 def check_prompts(

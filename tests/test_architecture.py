@@ -26,6 +26,10 @@ ORDER = (
     "verify",
     "decode",
     "generation",
+    "stats",
+    "runner",
+    "evaluation",
+    "tuning",
 )
 SOURCES = [path for name in ALLOWED for path in sorted((ROOT / name).rglob("*.py"))]
 

@@ -1,0 +1,106 @@
+"""Prompts decoded one at a time in buffers of one size, for measurements; host side."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxspec.config import GenerateConfig
+from jaxspec.decode import DecodeState, Request, init_state, prefill, run_steps
+from jaxspec.drafters import Drafter, NoDraft
+from jaxspec.generation import capacity_for, check_prompts, make_request, prefill_chunks
+from jaxspec.model import Qwen3
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """One decoded text: the emitted ids, the steps they took, drafts accepted by position."""
+
+    token_ids: list[int]
+    num_steps: int
+    accepted_by_position: list[int]
+    seconds: float
+
+
+class Runner:
+    """Decodes prompts one at a time, all in buffers of one size.
+
+    One compiled program a drafter then serves all prompts. The prompts' K/V, which no drafter
+    changes, are computed once. The texts are those of `generate`.
+
+    Args:
+      model: the target model.
+      prompts: token ids of each prompt.
+      config: what to generate; None = the defaults.
+
+    Raises:
+      ValueError: a prompt is empty, holds an id outside the vocabulary, or does not fit.
+    """
+
+    def __init__(
+        self, model: Qwen3, prompts: Sequence[Sequence[int]], config: GenerateConfig | None = None
+    ) -> None:
+        self.model, self.prompts = model, prompts
+        self.config = config or GenerateConfig()
+        check_prompts(prompts, model.config, self.config)
+        self.capacity = capacity_for(max(map(len, prompts)) + self.config.max_new_tokens)
+        self._caches = [self._prefilled(index) for index in range(len(prompts))]
+
+    def run(
+        self,
+        index: int,
+        drafter: Drafter,
+        *,
+        budget: int | None = None,
+        max_steps: int | None = None,
+        ignore_eos: bool = False,
+    ) -> Run:
+        """Decode one prompt; the time is that of the loop alone, compilation included if new.
+
+        Args:
+          index: of the prompt.
+          drafter: how drafts are made.
+          budget: most tokens to emit, None = the configuration's; it changes no program.
+          max_steps: most steps to run, None = all that it takes; 0 only compiles.
+          ignore_eos: go on after an EOS.
+        """
+        tokens, request = self._request(index)
+        if budget is not None:
+            request = dataclasses.replace(request, max_new_tokens=jnp.asarray([budget], jnp.int32))
+        if ignore_eos:
+            request = dataclasses.replace(request, eos_ids=jnp.full_like(request.eos_ids, -1))
+        state = init_state(self.model, tokens, request, drafter=drafter)
+        state = dataclasses.replace(state, cache=jax.tree.map(jnp.copy, self._caches[index]))
+        steps = jnp.int32(self.config.max_new_tokens if max_steps is None else max_steps)
+        state, steps = jax.block_until_ready((state, steps))
+        started = time.perf_counter()
+        state = run_steps(
+            self.model, state, request, steps, drafter=drafter, kernels=self.config.kernels
+        )
+        state = jax.block_until_ready(state)
+        return _to_run(state, len(self.prompts[index]), time.perf_counter() - started)
+
+    def _request(self, index: int) -> tuple[jax.Array, Request]:
+        tokens, request = make_request(self.model.config, [self.prompts[index]], self.config)
+        return jnp.pad(tokens, ((0, 0), (0, self.capacity - tokens.shape[1]))), request
+
+    def _prefilled(self, index: int) -> Any:
+        tokens, request = self._request(index)
+        chunk_size, num_chunks = prefill_chunks(
+            self.config, capacity=self.capacity, longest_prompt=len(self.prompts[index])
+        )
+        state = init_state(self.model, tokens, request, drafter=NoDraft())
+        return prefill(self.model, state, jnp.int32(num_chunks), chunk_size=chunk_size).cache
+
+
+def _to_run(state: DecodeState, prompt_length: int, seconds: float) -> Run:
+    tokens, length, num_steps, accepted = jax.device_get(
+        (state.tokens[0], state.length[0], state.num_steps[0], state.accepted_by_position[0])
+    )
+    token_ids = tokens[prompt_length : int(length)].tolist()
+    return Run(token_ids, int(num_steps), accepted.tolist(), seconds)
