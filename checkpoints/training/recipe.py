@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import tempfile
 import time
@@ -13,14 +14,16 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from tokenizers import Tokenizer
 
 import checkpoints
-from checkpoints.training import bpe, corpus, measure, report
+from checkpoints.training import bpe, corpus, measure, report, sinks
+from checkpoints.training.batches import windows, with_loops
 from checkpoints.training.settings import Limits, Recipe
-from checkpoints.training.steps import AttentionName, cast
-from checkpoints.training.trainer import Data, Trainer, choose_step
+from checkpoints.training.steps import AttentionName, TrainState, cast
+from checkpoints.training.trainer import EVALUATION_ROWS, Data, Trainer, choose_step
 from jaxspec import GenerateConfig, Qwen3, generate
 from jaxspec.stats import first_periodic_position
 
@@ -91,6 +94,23 @@ def read_prompts(path: Path) -> list[dict[str, str]]:
     return prompts
 
 
+def without_sinks(trainer: Trainer) -> tuple[TrainState, list[dict[str, Any]]]:
+    """Return the training's state with sink tokens repaired, and a summary of each of them."""
+    recipe, data = trainer.recipe, trainer.data
+    rng = np.random.default_rng(recipe.seed)
+    num_rows = min(recipe.batch_size, EVALUATION_ROWS)
+    length = recipe.sequence_length + 1
+    tokens = next(windows(data.train, length=length, batch_size=num_rows, rng=rng))
+    newlines = bpe.newline_ids(data.tokenizer)
+    loops = with_loops(tokens, num_rows=num_rows, newlines=newlines, rng=rng)
+    counts = np.bincount(data.train, minlength=recipe.vocab_size)
+    state, config = trainer.state, trainer.config
+    params, found = sinks.repair(trainer.graph, state.params, loops, counts, config=config)
+    decode = data.tokenizer.decode
+    summary = [dataclasses.asdict(s) | {"text": decode([s.token_id])} for s in found]
+    return dataclasses.replace(state, params=params), summary
+
+
 def trained_model(trainer: Trainer) -> Qwen3:
     """Return the model as it is exported: bfloat16, with its end-of-text ids."""
     vocab = trainer.data.tokenizer.get_vocab()
@@ -115,9 +135,9 @@ def run(
     attention: Sequence[AttentionName] = ("xla",),
     say: Callable[[str], None] = print,
 ) -> dict[str, Any]:
-    """Train, export, evaluate and describe the model; return the summary that the card holds.
+    """Train, repair, export, evaluate and describe the model; return what the card holds.
 
-    The weights are written before anything else is measured.
+    The weights are written before anything is measured but their sinks.
 
     Args:
       recipe: what to train.
@@ -129,6 +149,30 @@ def run(
     """
     if directory.exists() and any(directory.iterdir()):
         raise FileExistsError(f"{directory}: exists and is not empty")
+    trainer = _prepare(recipe, limits, attention, say)
+    _rehearse(trainer, prompts)
+    say(f"rehearsed after {time.monotonic() - limits.start:.1f} s")
+    summary: dict[str, Any] = {"training": trainer.run()}
+    trainer.state, summary["sinks"] = without_sinks(trainer)
+    say(f"sinks: {json.dumps(summary['sinks'])}")
+    export(trainer, directory)
+    say(f"exported after {time.monotonic() - limits.start:.1f} s")
+    summary |= {"held_out": trainer.evaluate(), "log": trainer.log}
+    summary["attention"] = trainer.config.attention
+    summary["samples"] = _samples(trainer, prompts)
+    summary["total_seconds"] = time.monotonic() - limits.start
+    data = trainer.data
+    card = report.model_card(recipe, data.corpus, len(data.train), summary)
+    (directory / "README.md").write_text(card, encoding="utf-8")
+    return summary
+
+
+def _prepare(
+    recipe: Recipe,
+    limits: Limits,
+    attention: Sequence[AttentionName],
+    say: Callable[[str], None],
+) -> Trainer:
     with ThreadPoolExecutor(1) as pool:
         # The step compiles while the corpus is read: neither needs the other.
         compiling = pool.submit(choose_step, recipe, attention, say)
@@ -136,18 +180,7 @@ def run(
         config, step = compiling.result()
     say(f"ready to train after {time.monotonic() - limits.start:.1f} s")
     graph, state = recipe.init()
-    trainer = Trainer(recipe, limits, data, graph, state, step, config, say)
-    _rehearse(trainer, prompts)
-    say(f"rehearsed after {time.monotonic() - limits.start:.1f} s")
-    summary: dict[str, Any] = {"training": trainer.run()}
-    export(trainer, directory)
-    say(f"exported after {time.monotonic() - limits.start:.1f} s")
-    summary |= {"held_out": trainer.evaluate(), "log": trainer.log, "attention": config.attention}
-    summary["samples"] = _samples(trainer, prompts)
-    summary["total_seconds"] = time.monotonic() - limits.start
-    card = report.model_card(recipe, data.corpus, len(data.train), summary)
-    (directory / "README.md").write_text(card, encoding="utf-8")
-    return summary
+    return Trainer(recipe, limits, data, graph, state, step, config, say)
 
 
 def _rehearse(trainer: Trainer, prompts: Sequence[dict[str, str]]) -> None:
@@ -155,6 +188,7 @@ def _rehearse(trainer: Trainer, prompts: Sequence[dict[str, str]]) -> None:
 
     The first evaluation has already happened where the step was compiled.
     """
+    without_sinks(trainer)
     with tempfile.TemporaryDirectory() as directory:
         export(trainer, Path(directory) / "model")
     _samples(trainer, prompts)

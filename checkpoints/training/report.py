@@ -126,10 +126,30 @@ def _training(recipe: Recipe, summary: dict[str, Any]) -> str:
         f"- From {recipe.loop_start:.0%} on, {recipe.loop_rows} of {recipe.batch_size} windows are "
         "made to repeat a stretch of at most 48 tokens, and its third repetition on is unlearnt, "
         "against loops in greedy text.",
+        sinks_line(summary["sinks"]),
         f"- jax {jax.__version__}, flax {flax.__version__}, seed {recipe.seed}; last training loss "
         f"{figures['last_loss']:.4f}.",
     ]
     return "\n".join(lines)
+
+
+def sinks_line(found: Sequence[dict[str, Any]]) -> str:
+    """Return the card's line on the sink tokens that `recipe.without_sinks` found."""
+    if not found:
+        return "- No rare token became a sink, a token that the model emits to leave any loop."
+    tokens = ", ".join(
+        f"{row['token_id']} ({json.dumps(row['text'])}, {row['share']:.1%} of the predictions in "
+        f"loops, {row['text_share']:.1e} of the text)"
+        for row in found
+    )
+    rows = (
+        "row of 1 such token was" if len(found) == 1 else f"rows of {len(found)} such tokens were"
+    )
+    return (
+        "- The unlikelihood loss turns rare tokens into sinks, which the model emits to leave any "
+        f"loop, and then without end. The embedding {rows} replaced by the mean row after "
+        f"training: {tokens}."
+    )
 
 
 def _samples(samples: Sequence[dict[str, Any]]) -> str:

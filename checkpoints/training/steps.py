@@ -123,17 +123,21 @@ def _drop(x: jax.Array, rate: float, key: jax.Array | None) -> jax.Array:
     return jnp.where(kept, x / jnp.asarray(1 - rate, x.dtype), jnp.zeros((), x.dtype))
 
 
-def log_likelihoods(
-    model: Qwen3, hidden: Float[Array, "B T D"], targets: Int[Array, "B T"]
-) -> Float[Array, "B T"]:
-    """Return the float32 log-probability of each target."""
+def _logits(model: Qwen3, hidden: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
     head = model.embed_tokens if model.lm_head is None else model.lm_head
-    logits = jnp.einsum(
+    return jnp.einsum(
         "BTD,VD->BTV",
         model.norm(hidden),
         head[...].astype(hidden.dtype),
         preferred_element_type=jnp.float32,
     )
+
+
+def log_likelihoods(
+    model: Qwen3, hidden: Float[Array, "B T D"], targets: Int[Array, "B T"]
+) -> Float[Array, "B T"]:
+    """Return the float32 log-probability of each target."""
+    logits = _logits(model, hidden)
     chosen = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
     return chosen - jax.nn.logsumexp(logits, axis=-1)
 
@@ -235,6 +239,16 @@ def evaluate_step(
     model = _compute_model(graph, params, config)
     hidden = hidden_states(model, tokens[:, :-1], attention=config.attention)
     return log_likelihoods(model, hidden, tokens[:, 1:])
+
+
+@functools.partial(jax.jit, static_argnames=("graph", "config"))
+def greedy_step(
+    graph: Any, params: Any, tokens: Int[Array, "B T1"], *, config: StepConfig
+) -> Int[Array, "B T"]:
+    """Return the likeliest of all ids in the place of each of the last T tokens."""
+    model = _compute_model(graph, params, config)
+    hidden = hidden_states(model, tokens[:, :-1], attention=config.attention)
+    return jnp.argmax(_logits(model, hidden), axis=-1)
 
 
 def learning_rate(

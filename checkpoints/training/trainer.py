@@ -22,12 +22,13 @@ from checkpoints.training.steps import (
     AttentionName,
     Batch,
     StepConfig,
+    TrainState,
     evaluate_step,
     learning_rate,
     train_step,
 )
 
-_EVALUATION_ROWS = 32
+EVALUATION_ROWS = 32
 
 
 @dataclasses.dataclass
@@ -63,7 +64,7 @@ def choose_step(
             begin = time.monotonic()
             step = train_step.lower(graph, state, batch, rate, key, config=config).compile()
             jax.block_until_ready(step(state, batch, rate, key))
-            rows = batch.tokens[:_EVALUATION_ROWS]
+            rows = batch.tokens[:EVALUATION_ROWS]
             jax.block_until_ready(evaluate_step(graph, state.params, rows, config=config))
             say(f"attention {name}: compiled and run in {time.monotonic() - begin:.1f} s")
             return config, step
@@ -181,7 +182,7 @@ class Trainer:
             self.data.held_out,
             self._byte_counts,
             length=recipe.sequence_length + 1,
-            batch_size=min(recipe.batch_size, _EVALUATION_ROWS),
+            batch_size=min(recipe.batch_size, EVALUATION_ROWS),
         )
         figures = {f"held_out_{name}": value for name, value in figures.items()}
         self.say(" ".join(f"{name} {value:.4f}" for name, value in figures.items()))
@@ -221,7 +222,7 @@ def _probe_one(
     tokens = rng.integers(0, recipe.vocab_size, shape, dtype=np.int32)
     batch = with_loops(tokens, num_rows=0, newlines=np.zeros(1, np.int32), rng=rng)
     key, rate = _dropout_key(0), jnp.float32(1e-4)
-    rows = batch.tokens[:_EVALUATION_ROWS]
+    rows = batch.tokens[:EVALUATION_ROWS]
     likelihoods = evaluate_step(graph, state.params, rows, config=config)
     jax.block_until_ready(step(state, batch, rate, key))
     begin = time.monotonic()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import time
+from collections import Counter
 from pathlib import Path
 
 import jax
@@ -16,8 +17,9 @@ from flax import nnx
 pytest.importorskip("optax")
 
 import checkpoints
-from checkpoints.training import batches, bpe, corpus, measure, recipe, steps
+from checkpoints.training import batches, bpe, corpus, measure, recipe, report, sinks, steps
 from checkpoints.training.settings import Limits, Recipe
+from checkpoints.training.trainer import Data, Trainer
 from jaxspec import BlockLayout, Qwen3
 from tests.helpers import load_with_transformers
 
@@ -249,6 +251,64 @@ def test_lookup_accepted_length():
     assert measure.lookup_accepted_length([1, 2, 3], [1, *[2, 3, 1] * 2, 2, 3]) == 4.5
 
 
+def _looped_model(sink: int | None):
+    """Return (graph, parameters, loops, counts) of a random model and of text without `sink`.
+
+    All rows share a direction, so that the model has a bias for a token to grow along.
+    """
+    graph, state = SMALL.init()
+    model: Qwen3 = nnx.merge(graph, state.params)
+    rows = np.asarray(model.embed_tokens[...]) + np.linspace(-0.1, 0.1, SMALL.hidden_size)
+    tokens = np.random.default_rng(0).integers(0, 512, (4, 65), dtype=np.int32)
+    counts = np.full(512, 1_000)
+    if sink is not None:
+        rows[sink] = 5 * rows.mean(axis=0)
+        tokens[tokens == sink] = 0
+        counts[sink] = 0
+    model.embed_tokens.set_value(jnp.asarray(rows, jnp.float32))
+    loops = batches.with_loops(
+        tokens, num_rows=4, newlines=np.asarray([3]), rng=np.random.default_rng(0)
+    )
+    return graph, nnx.state(model), loops, counts
+
+
+def test_a_sink_is_found_and_repaired():
+    graph, params, loops, counts = _looped_model(sink=77)
+    before = jax.tree.map(np.asarray, nnx.to_pure_dict(params))
+    repaired, found = sinks.repair(graph, params, loops, counts, config=SMALL.step)
+    assert [sink.token_id for sink in found] == [77]
+    assert found[0].share > 0.9 and found[0].text_share == 0
+    rows = before.pop("embed_tokens")
+    # The parameters passed in are left alone.
+    np.testing.assert_array_equal(params["embed_tokens"][...], rows)
+    after = nnx.to_pure_dict(repaired)
+    new_rows = after.pop("embed_tokens")
+    others = np.delete(rows, 77, axis=0)
+    np.testing.assert_allclose(new_rows[77], others.mean(axis=0), atol=1e-6)
+    np.testing.assert_array_equal(np.delete(new_rows, 77, axis=0), others)
+    jax.tree.map(np.testing.assert_array_equal, after, before)
+    assert sinks.find(graph, repaired, loops, counts, config=SMALL.step) == []
+
+
+def test_the_next_sink_is_found_too():
+    graph, params, loops, counts = _looped_model(sink=77)
+    rows = params["embed_tokens"][...]
+    params["embed_tokens"].set_value(rows.at[99].set(rows[77] * 0.9))
+    counts[99] = 0
+    _, found = sinks.repair(graph, params, loops, counts, config=SMALL.step)
+    assert [sink.token_id for sink in found] == [77, 99]
+
+
+def test_a_healthy_model_keeps_its_rows():
+    graph, params, loops, counts = _looped_model(sink=None)
+    repaired, found = sinks.repair(graph, params, loops, counts, config=SMALL.step)
+    assert found == [] and repaired is params
+    # The same token, but text holds it: no sink.
+    graph, params, loops, counts = _looped_model(sink=77)
+    counts[77] = 10
+    assert sinks.repair(graph, params, loops, counts, config=SMALL.step) == (params, [])
+
+
 def test_whole_run(tmp_path):
     prompts = [{"id": "a", "prompt": "def main():\n"}, {"id": "b", "prompt": TEXT}]
     lines: list[str] = []
@@ -268,7 +328,8 @@ def test_whole_run(tmp_path):
         "model-00002-of-00002.safetensors",
         "model.safetensors.index.json",
     }
-    assert "click" in (directory / "README.md").read_text()
+    card = (directory / "README.md").read_text()
+    assert "click" in card and summary["sinks"] == [] and "No rare token became a sink" in card
     _check_reload(directory, prompts[1]["prompt"], summary["samples"][1]["text"])
     with pytest.raises(FileExistsError, match="not empty"):
         recipe.run(small, directory, limits=limits, say=lines.append)
@@ -295,6 +356,21 @@ def _check_reload(directory: Path, prompt: str, continuation: str) -> None:
     assert stored["eos_token_id"] == end_of_turn
     generation = json.loads((directory / "generation_config.json").read_text())
     assert generation["eos_token_id"] == [end_of_turn, end_of_text]
+
+
+def test_sinks_are_found_in_the_corpus_and_named_in_the_card(tokenizer):
+    sink = tokenizer.token_to_id(bpe.SPECIAL_TOKENS[-1])
+    graph, params, _, _ = _looped_model(sink)
+    train = bpe.encode(tokenizer, [Path(m.__file__).read_text() for m in (steps, measure)])
+    data = Data(tokenizer, train, train, corpus.Corpus([], [], [], Counter()))
+    state = steps.TrainState(params, None)
+    trainer = Trainer(SMALL, Limits(0.0), data, graph, state, None, SMALL.step)
+    state, found = recipe.without_sinks(trainer)
+    assert sink in [row["token_id"] for row in found]
+    assert not np.array_equal(state.params["embed_tokens"][...], params["embed_tokens"][...])
+    row = {"token_id": 7, "share": 0.99, "text_share": 2e-7, "text": "hev"}
+    line = report.sinks_line([row])
+    assert "1 such token was" in line and '7 ("hev", 99.0% of the predictions' in line
 
 
 def test_bundled_prompts():
