@@ -87,7 +87,7 @@ DRAFTER_FLAGS = {
     "--num-draft-tokens",
     type=click.IntRange(min=1),
     default=None,
-    help="promptlookup: tokens drafted a step.  [default: 3 on CPU, 7 on GPU]",
+    help="promptlookup: tokens drafted a step.  [default: 3 on CPU, 15 on GPU]",
 )
 @click.option(
     "--ngram-size",
@@ -117,7 +117,7 @@ DRAFTER_FLAGS = {
     "--lookahead-ngram-size",
     type=click.IntRange(min=2),
     default=None,
-    help="lookahead: tokens of an n-gram.  [default: 3 on CPU, 5 on GPU]",
+    help="lookahead: tokens of an n-gram.  [default: 3 on CPU, 7 on GPU]",
 )
 @click.option(
     "--num-candidates",

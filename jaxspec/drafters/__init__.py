@@ -23,8 +23,8 @@ DEFAULT_SETTINGS: dict[str, dict[str, dict[str, Any]]] = {
         "lookahead": {"window_size": 2, "ngram_size": 3, "num_candidates": 2},
     },
     "gpu": {
-        "promptlookup": {"num_draft_tokens": 7},
-        "lookahead": {"window_size": 7, "ngram_size": 5, "num_candidates": 7},
+        "promptlookup": {"num_draft_tokens": 15},
+        "lookahead": {"window_size": 7, "ngram_size": 7, "num_candidates": 7},
     },
 }
 
