@@ -87,7 +87,7 @@ DRAFTER_FLAGS = {
     "--num-draft-tokens",
     type=click.IntRange(min=1),
     default=None,
-    help="promptlookup: tokens drafted a step.  [default: 3 on CPU, 15 on GPU]",
+    help="promptlookup: tokens drafted a step.  [default: 7 on CPU, 15 on GPU]",
 )
 @click.option(
     "--ngram-size",
@@ -111,19 +111,19 @@ DRAFTER_FLAGS = {
     "--window-size",
     type=click.IntRange(min=1),
     default=None,
-    help="lookahead: columns of the window.  [default: 2 on CPU, 7 on GPU]",
+    help="lookahead: columns of the window.  [default: 1 on CPU, 7 on GPU]",
 )
 @click.option(
     "--lookahead-ngram-size",
     type=click.IntRange(min=2),
     default=None,
-    help="lookahead: tokens of an n-gram.  [default: 3 on CPU, 7 on GPU]",
+    help="lookahead: tokens of an n-gram.  [default: 2 on CPU, 7 on GPU]",
 )
 @click.option(
     "--num-candidates",
     type=click.IntRange(min=0),
     default=None,
-    help="lookahead: n-grams verified a step.  [default: 2 on CPU, 7 on GPU]",
+    help="lookahead: n-grams verified a step.  [default: 1 on CPU, 7 on GPU]",
 )
 @click.option(
     "--dtype",

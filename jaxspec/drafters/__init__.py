@@ -19,8 +19,8 @@ DRAFTERS: dict[str, type] = {
 # row of a block costs, on a GPU some dozens are nearly free.
 DEFAULT_SETTINGS: dict[str, dict[str, dict[str, Any]]] = {
     "cpu": {
-        "promptlookup": {"num_draft_tokens": 3},
-        "lookahead": {"window_size": 2, "ngram_size": 3, "num_candidates": 2},
+        "promptlookup": {"num_draft_tokens": 7},
+        "lookahead": {"window_size": 1, "ngram_size": 2, "num_candidates": 1},
     },
     "gpu": {
         "promptlookup": {"num_draft_tokens": 15},

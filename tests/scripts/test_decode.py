@@ -64,7 +64,7 @@ def test_json_of_both_modes_is_equal_but_for_the_steps(run):
     )
     assert plain["num_steps"] == plain["num_tokens"] == 40
     assert spec["mean_accepted_length"] == spec["num_tokens"] / spec["num_steps"]
-    assert len(spec["accepted_by_position"]) == spec["settings"]["num_draft_tokens"] == 3
+    assert len(spec["accepted_by_position"]) == spec["settings"]["num_draft_tokens"] == 7
     assert (plain["spec"], spec["spec"]) == ("none", "promptlookup")
     assert plain["finish_reason"] == "length"
     assert plain["model"] == "random-qwen3" and plain["version"] == __version__
