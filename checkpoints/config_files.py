@@ -6,24 +6,14 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
+from checkpoints.directories import left_aside
 from checkpoints.json_files import read_object, write_object
 from jaxspec.config import Qwen3Config
 
 CONFIG_FILE = "config.json"
 GENERATION_CONFIG_FILE = "generation_config.json"
-_SAME_NAME_FIELDS = (
-    "vocab_size",
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-    "rms_norm_eps",
-    "rope_theta",
-    "max_position_embeddings",
-    "tie_word_embeddings",
-)
+# All other fields of `Qwen3Config` are those of `config.json`.
+_SPELLED_OTHERWISE = {"rope_scaling", "eos_token_ids", "num_valid_tokens"}
 
 
 def read_config(directory: Path) -> Qwen3Config:
@@ -35,7 +25,9 @@ def read_config(directory: Path) -> Qwen3Config:
       ValueError: a file is malformed, or the model is not a supported dense Qwen3.
     """
     if not directory.exists():
-        raise FileNotFoundError(f"{directory}: no such directory")
+        aside = left_aside(directory)
+        hint = f"; a killed conversion left the old one at {aside}: rename it back" if aside else ""
+        raise FileNotFoundError(f"{directory}: no such directory{hint}")
     if not directory.is_dir():
         raise NotADirectoryError(f"{directory}: not a directory")
     path = directory / CONFIG_FILE
@@ -74,7 +66,8 @@ def write_config(config: Qwen3Config, directory: Path, *, dtype_name: str) -> No
     if config.rope_scaling is not None:
         scaling = {"rope_type": "yarn"} | _without_none(dataclasses.asdict(config.rope_scaling))
     rope = (scaling or {"rope_type": "default"}) | {"rope_theta": config.rope_theta}
-    values = {name: getattr(config, name) for name in _SAME_NAME_FIELDS}
+    names = [field.name for field in dataclasses.fields(config)]
+    values = {name: getattr(config, name) for name in names if name not in _SPELLED_OTHERWISE}
     write_object(
         directory / CONFIG_FILE,
         {

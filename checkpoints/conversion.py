@@ -75,6 +75,11 @@ def convert(
     dropped. Beyond the mapped files, one tensor at a time is in memory, and that only if its dtype
     changes. The destination appears complete or not at all.
 
+    With `overwrite`, a kill leaves the old checkpoint or the new one, with one exception: where
+    the file system cannot exchange two directories in one step (some network file systems), a kill
+    between two renames leaves the old one beside its place, under a hidden name. The next
+    conversion to that place on the same host puts it back; loading names it.
+
     Args:
       source: Hugging Face directory, converted directory or hub id.
       destination: directory to write; parent directories are created.

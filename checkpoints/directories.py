@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
+import glob
 import os
 import secrets
 import shutil
@@ -22,7 +23,10 @@ def written_beside(directory: Path, *, overwrite: bool = False) -> Iterator[Path
 
     Everything is on the disk before it takes the place, and the old directory goes after that: a
     writer that is killed leaves the old one (or none), and beside it a hidden directory that the
-    next writer to the same place removes.
+    next writer to the same place removes. Only where the file system cannot exchange two
+    directories in one step (renameat2 with RENAME_EXCHANGE) is there a moment, between two
+    renames, at which a kill leaves nothing in the place and the old one aside: the next writer to
+    that place on this host puts it back, and `left_aside` finds it.
 
     Args:
       directory: must not exist or be empty, or with `overwrite` be any directory; parent
@@ -56,6 +60,12 @@ def written_beside(directory: Path, *, overwrite: bool = False) -> Iterator[Path
     finally:
         # After a swap this is the old directory.
         shutil.rmtree(temporary, ignore_errors=True)
+
+
+def left_aside(directory: Path) -> Path | None:
+    """Return what a writer moved aside, on any host, in order to replace `directory`; or None."""
+    pattern = glob.escape(f".{directory.name}.old-") + "*-????????-[0-9]*"
+    return next((path for path in directory.parent.glob(pattern) if path.is_dir()), None)
 
 
 def _renamed(error: OSError, temporary: Path, directory: Path) -> OSError:

@@ -6,6 +6,8 @@ import os
 import re
 from pathlib import Path
 
+from checkpoints.directories import left_aside
+
 _ID = re.compile(r"[A-Za-z0-9_][\w.-]*/[A-Za-z0-9_][\w.-]*", re.ASCII)
 # What a checkpoint consists of; a repository may hold the same weights in other formats too.
 _WANTED = (
@@ -32,6 +34,8 @@ def find_directory(source: str | os.PathLike[str]) -> Path:
     path = Path(source)
     if not isinstance(source, str) or path.exists() or not _ID.fullmatch(source):
         return path
+    if left_aside(path) is not None:
+        return path  # Whoever opens it says so.
     return _download(source)
 
 
@@ -60,13 +64,14 @@ def _download(model_id: str) -> Path:
         ) from None
     except errors.HFValidationError as error:
         raise FileNotFoundError(f"{where} and no valid hub id: {_first_line(error)}") from None
-    except errors.HfHubHTTPError as error:
-        raise OSError(f"{where}, and the Hugging Face hub answered: {_first_line(error)}") from None
     except (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled):
+        # Before the error below, of which huggingface-hub 0.x makes the first one a subclass.
         raise ConnectionError(
             f"{where} or in the cache of the Hugging Face hub, which cannot be reached: check the "
             f"network and HF_HUB_OFFLINE, or {instead}"
         ) from None
+    except errors.HfHubHTTPError as error:
+        raise OSError(f"{where}, and the Hugging Face hub answered: {_first_line(error)}") from None
     except Exception as error:
         # Of the HTTP client, which changes between releases of the library.
         if isinstance(error, OSError) and error.errno is not None:

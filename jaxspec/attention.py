@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
@@ -36,15 +38,21 @@ def attend(
     # copy of the cache.
     rows = query.transpose(0, 2, 3, 1, 4).reshape(batch_size, kv_heads, -1, head_dim)
     mask = jnp.broadcast_to(jnp.asarray(layout.mask)[None], (batch_size, num_rows, num_rows))
-    scores = _scores(rows, block[0], mask)
+    parts = [(_scores(rows, block[0], mask), block[1])]
     if cache is not None:
-        capacity = cache[0].shape[2]
-        is_live = jnp.arange(capacity)[None, None] < num_cached[:, None, None]
-        scores = jnp.concatenate([_scores(rows, cache[0], is_live), scores], axis=-1)
-    weights = jax.nn.softmax(scores, axis=-1).astype(query.dtype)
-    out = _weighted_sum(weights[..., -num_rows:], block[1])
-    if cache is not None:
-        out = out + _weighted_sum(weights[..., :-num_rows], cache[1])
+        is_live = jnp.arange(cache[0].shape[2])[None, None] < num_cached[:, None, None]
+        parts.append((_scores(rows, cache[0], is_live), cache[1]))
+    # One softmax over both parts, without a joint array of scores.
+    best = functools.reduce(
+        jnp.maximum, [jnp.max(scores, axis=-1, keepdims=True) for scores, _ in parts]
+    )
+    weights = [jnp.exp(scores - best) for scores, _ in parts]
+    total = functools.reduce(jnp.add, [jnp.sum(part, axis=-1, keepdims=True) for part in weights])
+    sums = [
+        _weighted_sum(part.astype(query.dtype), value)
+        for part, (_, value) in zip(weights, parts, strict=True)
+    ]
+    out = functools.reduce(jnp.add, sums) / total
     out = out.astype(query.dtype).reshape(batch_size, kv_heads, groups, num_rows, head_dim)
     return out.transpose(0, 3, 1, 2, 4)
 

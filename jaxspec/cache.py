@@ -8,7 +8,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from jaxspec.config import Qwen3Config
 from jaxspec.layout import BlockLayout
@@ -47,11 +47,11 @@ def commit_block(
     best_candidate: Int[Array, "B"],
     num_emitted: Int[Array, "B"],
 ) -> KVCache:
-    """Write the K/V of the best candidate's rows to the slots from `num_cached` on.
+    """Write the K/V of the emitted tokens' rows to the slots from `num_cached` on.
 
-    All M + 1 rows are written, accepted or not: those past the accepted prefix lie beyond the
-    new end and are overwritten before they can be read. K was rotated for the row's position,
-    which is its final one.
+    The cache so holds keys and values of the text and nothing else: what is not part of it, a
+    rejected draft say, cannot reach later steps even if it is not finite. K was rotated for the
+    row's position, which is its final one.
 
     Args:
       cache: the cache before this step.
@@ -59,8 +59,8 @@ def commit_block(
       layout: the block's layout.
       num_cached: live slots per row before this step; the current token goes to that slot.
       best_candidate: index of the candidate to commit.
-      num_emitted: tokens emitted in this step; rows that emitted none write nothing. That the
-        writes depend on it orders them after every read of the cache, so they happen in place.
+      num_emitted: tokens emitted in this step: as many rows are written. That the writes depend
+        on it orders them after every read of the cache, so they happen in place.
     """
     if layout.num_candidates > 1 or not layout.is_linear:
         candidate_rows = jnp.asarray(np.asarray(layout.candidate_rows, dtype=np.int32))
@@ -68,21 +68,25 @@ def commit_block(
         block = jax.tree.map(
             lambda part: jnp.take_along_axis(part, rows, axis=2, mode="clip"), block
         )
-    return append_rows(cache, block, jnp.where(num_emitted > 0, num_cached, cache[0][0].shape[2]))
+    offset = jnp.arange(block[0][0].shape[2])[None]
+    return write_rows(cache, block, num_cached, offset < num_emitted[:, None])
 
 
-def append_rows(cache: KVCache, rows: KVCache, start: Int[Array, "B"]) -> KVCache:
-    """Write rows, `[B, K, T, H]` per layer, to the T slots from `start` on.
+def write_rows(
+    cache: KVCache, rows: KVCache, start: Int[Array, "B"], is_written: Bool[Array, "B T"]
+) -> KVCache:
+    """Write rows, `[B, K, T, H]` per layer, to the T slots from `start` on, where `is_written`.
 
     Slots past the end are dropped: a scatter and not `dynamic_update_slice`, which would clamp
     its start and overwrite live slots.
     """
-    num_rows = rows[0][0].shape[2]
+    capacity, num_rows = cache[0][0].shape[2], rows[0][0].shape[2]
     slots = start[:, None] + jnp.arange(num_rows)[None]
+    slots = jnp.where(is_written, slots, capacity)
     batch = jnp.arange(slots.shape[0])[:, None]
 
     def write(buffer: Float[Array, "B K S H"], new: Float[Array, "B K T H"]) -> Array:
         new = new.swapaxes(1, 2).astype(buffer.dtype)
-        return buffer.at[batch, :, slots].set(new, mode="drop", unique_indices=True)
+        return buffer.at[batch, :, slots].set(new, mode="drop")
 
     return jax.tree.map(write, cache, rows)

@@ -288,6 +288,19 @@ def _token_ids(value: Any) -> list[int]:
     return list(ids)
 
 
+# Positions are 32-bit, and a cache of so many tokens is larger than any memory.
+_MAX_TOKENS = 2**28
+_SAMPLING_RANGES: dict[str, tuple[float, float]] = {
+    "temperature": (0, 100),
+    "top_k": (0, 2**31 - 1),
+    "top_p": (1e-6, 1),
+    "min_p": (0, 1),
+    "repetition_penalty": (0.01, 100),
+    "presence_penalty": (-100, 100),
+    "frequency_penalty": (-100, 100),
+}
+
+
 @dataclasses.dataclass(frozen=True)
 class GenerateConfig:
     """What one call of `generate` asks for.
@@ -297,8 +310,15 @@ class GenerateConfig:
       max_seq_len: longest prompt plus output allowed, in tokens; None = the model's
         `max_position_embeddings`.
       eos_token_ids: ids that end a text; None = those of the model's configuration, () = none.
-      seed: seed of the rows' random streams, one for all rows or one per row. Greedy output
-        does not depend on it; it is what drafters with random state start from.
+      seed: seed of the rows' random streams, one for all rows or one per row. Rows of one seed
+        and one prompt get one text. Greedy output does not depend on it.
+      temperature: divides the logits before a token is drawn; 0 = greedy.
+      top_k: draw among the k most probable tokens only; 0 = all.
+      top_p: draw among the most probable tokens whose mass first reaches it; 1 = all.
+      min_p: draw among tokens at least this fraction as probable as the best; 0 = all.
+      repetition_penalty: > 1 makes tokens of the text so far less likely, prompt included.
+      presence_penalty: taken off the logits of tokens in the output so far.
+      frequency_penalty: taken off the logits once for each time a token is in the output so far.
       kernels: kernel implementation ("triton", "interpret", "xla"), None = the best available.
       prefill_chunk_size: tokens per prefill pass; None = 128 on a CPU, 512 elsewhere.
     """
@@ -307,6 +327,13 @@ class GenerateConfig:
     max_seq_len: int | None = None
     eos_token_ids: tuple[int, ...] | None = None
     seed: int | tuple[int, ...] = 0
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
     kernels: str | None = None
     prefill_chunk_size: int | None = None
 
@@ -317,6 +344,10 @@ class GenerateConfig:
                 raise ValueError(f"{name}={value} is not at least 1")
         if self.kernels not in (None, "triton", "interpret", "xla"):
             raise ValueError(f"kernels={self.kernels!r} is none of triton, interpret, xla")
+        for name, (low, high) in _SAMPLING_RANGES.items():
+            value = getattr(self, name)
+            if not low <= value <= high:
+                raise ValueError(f"{name}={value} is outside {low}..{high}")
         seeds = self.seed if isinstance(self.seed, tuple) else (self.seed,)
         for seed in seeds:
             if not 0 <= seed < 2**32:

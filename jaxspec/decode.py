@@ -16,13 +16,21 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxspec.cache import KVCache, append_rows, commit_block, init_cache
-from jaxspec.drafters import Drafter, Outcome
+from jaxspec.cache import KVCache, commit_block, init_cache, write_rows
+from jaxspec.drafters import Drafter, Outcome, Proposal
 from jaxspec.drafters.protocol import Leaf
 from jaxspec.layout import BlockLayout
 from jaxspec.model import Qwen3
+from jaxspec.sampling import (
+    SamplingMode,
+    SamplingParams,
+    add_noise,
+    prefix_counts,
+    process_logits,
+)
 from jaxspec.verify import verify
 
+GREEDY = SamplingMode()
 UNFINISHED, FINISHED_BY_EOS, FINISHED_BY_LENGTH = range(3)
 
 
@@ -36,12 +44,14 @@ class Request:
       max_new_tokens: i32[B] most tokens to emit.
       eos_ids: i32[E] ids that end a text; unused entries hold -1.
       seed: u32[B] seed of each row's random streams.
+      sampling: settings of each row.
     """
 
     prompt_length: Leaf
     max_new_tokens: Leaf
     eos_ids: Leaf
     seed: Leaf
+    sampling: SamplingParams
 
 
 @jax.tree_util.register_dataclass
@@ -111,10 +121,12 @@ def prefill(
         block_tokens = jnp.take(state.tokens, positions, axis=1)
         num_cached = jnp.broadcast_to(start, (batch_size,))
         _, block = model.hidden_states(block_tokens, num_cached, cache, layout)
-        # The cache holds finite numbers only. That the writes wait for the last layer's keys also
-        # orders them after every read of the cache, so they happen in place.
+        # Positions past the prompt are written only where all keys are finite. They are garbage
+        # either way; that the writes wait for the last layer's keys orders them after every read
+        # of the cache, so that they happen in place.
         is_finite = jnp.all(jnp.isfinite(block[-1][0]), axis=(1, 2, 3))
-        return append_rows(cache, block, jnp.where(is_finite, num_cached, capacity))
+        is_known = start + jnp.arange(chunk_size)[None] < state.length[:, None] - 1
+        return write_rows(cache, block, num_cached, is_known | is_finite[:, None])
 
     with jax.named_scope("prefill"):
         cache = jax.lax.fori_loop(jnp.int32(0), num_chunks, cache_chunk, state.cache)
@@ -127,6 +139,7 @@ def decode_step(
     request: Request,
     drafter: Drafter,
     kernels: Literal["triton", "interpret", "xla"] | None = None,
+    mode: SamplingMode = GREEDY,
 ) -> DecodeState:
     """Feed the current token and its drafts; append the tokens that the model agrees with."""
     layout = drafter.layout
@@ -135,13 +148,45 @@ def decode_step(
         proposal = drafter.propose(state.drafter, state.tokens, state.length)
     with jax.named_scope("forward"):
         logits, block = model(proposal.block_tokens, state.length - 1, state.cache, layout)
+    with jax.named_scope("sample"):
+        scores = sample_scores(logits, proposal, state, request, layout, mode, num_valid)
     with jax.named_scope("verify"):
-        outcome = verify(logits, proposal, layout, num_valid=num_valid, implementation=kernels)
+        outcome = verify(
+            logits, proposal, layout, scores=scores, num_valid=num_valid, implementation=kernels
+        )
     with jax.named_scope("commit"):
         state, outcome = commit(state, outcome, request, layout, block)
     with jax.named_scope("update"):
         memory = drafter.update(state.drafter, outcome, state.tokens, state.length)
     return dataclasses.replace(state, drafter=memory)
+
+
+def sample_scores(
+    logits: jax.Array,
+    proposal: Proposal,
+    state: DecodeState,
+    request: Request,
+    layout: BlockLayout,
+    mode: SamplingMode,
+    num_valid: int | None,
+) -> jax.Array | None:
+    """Return f32[B, R, V] whose argmax is the token to pick, or None where logits are that."""
+    if mode == GREEDY:
+        return None
+    counts = None
+    if mode.has_penalties:
+        counts = prefix_counts(
+            state.tokens,
+            state.length,
+            request.prompt_length,
+            proposal.block_tokens,
+            layout,
+            logits.shape[-1],
+        )
+    scores = process_logits(logits, request.sampling, mode, num_valid=num_valid, counts=counts)
+    if mode.is_sampled:
+        scores = add_noise(scores, request.sampling, request.seed, state.length, layout)
+    return scores
 
 
 def commit(
@@ -200,7 +245,9 @@ def commit(
     return new_state, dataclasses.replace(outcome, num_emitted=num_emitted)
 
 
-@functools.partial(jax.jit, static_argnames=("drafter", "kernels"), donate_argnames=("state",))
+@functools.partial(
+    jax.jit, static_argnames=("drafter", "kernels", "mode"), donate_argnames=("state",)
+)
 def run_steps(
     model: Qwen3,
     state: DecodeState,
@@ -209,6 +256,7 @@ def run_steps(
     *,
     drafter: Drafter,
     kernels: Literal["triton", "interpret", "xla"] | None = None,
+    mode: SamplingMode = GREEDY,
 ) -> DecodeState:
     """Run steps until every row is finished, `max_steps` at most.
 
@@ -222,6 +270,6 @@ def run_steps(
 
     def body(carry: tuple[jax.Array, DecodeState]) -> tuple[jax.Array, DecodeState]:
         step, state = carry
-        return step + 1, decode_step(model, state, request, drafter, kernels)
+        return step + 1, decode_step(model, state, request, drafter, kernels, mode)
 
     return jax.lax.while_loop(is_running, body, (jnp.int32(0), state))[1]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Iterator, Sequence
-from typing import Literal
+from typing import Any, Literal, cast
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +23,7 @@ from jaxspec.decode import (
 )
 from jaxspec.drafters import Drafter, NoDraft
 from jaxspec.model import Qwen3
+from jaxspec.sampling import SamplingMode, SamplingParams
 
 _EOS_ROUND = 8
 _MIN_CAPACITY = 128
@@ -134,7 +135,7 @@ def stream(
     compiled program is the same one; None runs to the end in one go.
     """
     config = config or GenerateConfig()
-    drafter = drafter or NoDraft()
+    drafter = with_kernels(drafter or NoDraft(), config.kernels)
     check_prompts(prompts, model.config, config)
     if steps_per_chunk is not None and steps_per_chunk < 1:
         raise ValueError(f"steps_per_chunk={steps_per_chunk} is not at least 1")
@@ -161,6 +162,7 @@ def _stream(
             jnp.int32(num_steps),
             drafter=drafter,
             kernels=config.kernels,
+            mode=sampling_mode(config),
         )
 
     # Zero chunks and zero steps compile the programs without running them.
@@ -248,6 +250,36 @@ def make_request(
         max_new_tokens=jnp.full((batch_size,), config.max_new_tokens, jnp.int32),
         eos_ids=jnp.asarray(padded_eos),
         seed=jnp.broadcast_to(jnp.asarray(config.seed, jnp.uint32), (batch_size,)),
+        sampling=SamplingParams(
+            temperature=jnp.full((batch_size,), config.temperature, jnp.float32),
+            top_k=jnp.full((batch_size,), config.top_k, jnp.int32),
+            top_p=jnp.full((batch_size,), config.top_p, jnp.float32),
+            min_p=jnp.full((batch_size,), config.min_p, jnp.float32),
+            repetition_penalty=jnp.full((batch_size,), config.repetition_penalty, jnp.float32),
+            presence_penalty=jnp.full((batch_size,), config.presence_penalty, jnp.float32),
+            frequency_penalty=jnp.full((batch_size,), config.frequency_penalty, jnp.float32),
+        ),
+    )
+
+
+def with_kernels(drafter: Drafter, kernels: str | None) -> Drafter:
+    """Return the drafter with the call's kernels where it has some and names none itself."""
+    if kernels is None or getattr(drafter, "kernels", kernels) is not None:
+        return drafter
+    return dataclasses.replace(cast(Any, drafter), kernels=kernels)
+
+
+def sampling_mode(config: GenerateConfig) -> SamplingMode:
+    """Return what of sampling the call's program needs."""
+    is_sampled = config.temperature > 0
+    has_filters = config.top_k > 0 or config.top_p < 1 or config.min_p > 0
+    return SamplingMode(
+        is_sampled=is_sampled,
+        # Filters keep the best token: greedy decoding does not notice them.
+        has_filters=is_sampled and has_filters,
+        has_penalties=config.repetition_penalty != 1
+        or config.presence_penalty != 0
+        or config.frequency_penalty != 0,
     )
 
 

@@ -13,7 +13,14 @@ import jax.numpy as jnp
 from jaxspec.config import GenerateConfig
 from jaxspec.decode import DecodeState, Request, init_state, prefill, run_steps
 from jaxspec.drafters import Drafter, NoDraft
-from jaxspec.generation import capacity_for, check_prompts, make_request, prefill_chunks
+from jaxspec.generation import (
+    capacity_for,
+    check_prompts,
+    make_request,
+    prefill_chunks,
+    sampling_mode,
+    with_kernels,
+)
 from jaxspec.model import Qwen3
 
 
@@ -69,6 +76,7 @@ class Runner:
           max_steps: most steps to run, None = all that it takes; 0 only compiles.
           ignore_eos: go on after an EOS.
         """
+        drafter = with_kernels(drafter, self.config.kernels)
         tokens, request = self._request(index)
         if budget is not None:
             request = dataclasses.replace(request, max_new_tokens=jnp.asarray([budget], jnp.int32))
@@ -80,7 +88,13 @@ class Runner:
         state, steps = jax.block_until_ready((state, steps))
         started = time.perf_counter()
         state = run_steps(
-            self.model, state, request, steps, drafter=drafter, kernels=self.config.kernels
+            self.model,
+            state,
+            request,
+            steps,
+            drafter=drafter,
+            kernels=self.config.kernels,
+            mode=sampling_mode(self.config),
         )
         state = jax.block_until_ready(state)
         return _to_run(state, len(self.prompts[index]), time.perf_counter() - started)

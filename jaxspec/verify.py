@@ -6,7 +6,7 @@ from typing import Literal
 
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from jaxspec.drafters.protocol import Outcome, Proposal
 from jaxspec.layout import BlockLayout
@@ -18,6 +18,7 @@ def verify(
     proposal: Proposal,
     layout: BlockLayout,
     *,
+    scores: Float[Array, "B R V"] | None = None,
     num_valid: int | None = None,
     implementation: Literal["triton", "interpret", "xla"] | None = None,
 ) -> Outcome:
@@ -31,6 +32,7 @@ def verify(
       logits: of the layout's R logit rows.
       proposal: what was fed.
       layout: the block's layout.
+      scores: what targets are the argmax of where that is not the logits: filtered and noised.
       num_valid: ids at or past it are never picked; None = V.
       implementation: kernel implementation, None = the best available.
 
@@ -38,8 +40,12 @@ def verify(
       The outcome; `num_emitted` is `num_accepted + 1`, before any clip.
     """
     batch_size, num_logit_rows, vocab_size = logits.shape
-    flat = logits.reshape(batch_size * num_logit_rows, vocab_size)
-    values, indices = argmax_partial(flat, num_valid=num_valid, implementation=implementation)
+    picked = logits if scores is None else scores
+    values, indices = argmax_partial(
+        picked.reshape(batch_size * num_logit_rows, vocab_size),
+        num_valid=num_valid,
+        implementation=implementation,
+    )
     # The kernel knows logit rows only; the layout's indices count all rows of the block.
     logit_index = {row: index for index, row in enumerate(layout.logit_rows)}
     candidate_rows = tuple(
@@ -54,14 +60,25 @@ def verify(
         candidate_rows=candidate_rows,
         implementation=implementation,
     )
-    if num_logit_rows < layout.num_rows:
-        rows = np.asarray(layout.logit_rows, dtype=np.int32)
-        everywhere = jnp.full((batch_size, layout.num_rows), -1, jnp.int32)
-        targets = everywhere.at[:, rows].set(targets)
+    greedy = targets
+    if scores is not None:
+        # Not the kernel's XLA form: two of those in one program crash XLA's CPU compiler (seen
+        # with jax 0.10.2). The order is the same: first NaN, largest, lowest id.
+        valid = logits[..., :num_valid]
+        greedy = jnp.argmax(valid, axis=-1).astype(jnp.int32)
     return Outcome(
-        target_tokens=targets,
-        greedy_tokens=targets,
+        target_tokens=_at_logit_rows(targets, layout),
+        greedy_tokens=_at_logit_rows(greedy, layout),
         num_accepted=num_accepted,
         best_candidate=best_candidate,
         num_emitted=num_accepted + 1,
     )
+
+
+def _at_logit_rows(token_ids: Int[Array, "B R"], layout: BlockLayout) -> Int[Array, "B T"]:
+    """Return the ids of the logit rows at their places in the block, -1 elsewhere."""
+    if len(layout.logit_rows) == layout.num_rows:
+        return token_ids
+    rows = np.asarray(layout.logit_rows, dtype=np.int32)
+    everywhere = jnp.full((token_ids.shape[0], layout.num_rows), -1, jnp.int32)
+    return everywhere.at[:, rows].set(token_ids)

@@ -24,6 +24,7 @@ from benchmark_decode import decode
 from device_time import device_time, launch_gap
 from reporting import machine, report
 
+import jaxspec
 import pallas_kernels
 
 OPS = ("find_ngram", "argmax", "argmax_partial", "verify_greedy")
@@ -43,6 +44,7 @@ SWEEPS: dict[str, list[dict[str, int]]] = {
 
 
 @click.group()
+@click.version_option(jaxspec.__version__, prog_name="jaxspec")
 def main() -> None:
     """Measure jaxspec on this machine."""
 
@@ -63,6 +65,7 @@ def kernels(out: str | None, ops: tuple[str, ...], sweep: bool, smoke: bool) -> 
     """
     if not smoke and jax.default_backend() != "gpu":
         raise click.UsageError(f"kernels need a GPU, not {jax.default_backend()!r}; try --smoke")
+    command.enable_compilation_cache()
     where = machine()
     rows = []
     copy_rate = measure_copy_rate(num_bytes=2**20 if smoke else 8 * 10**9)

@@ -98,6 +98,9 @@ FIELDS = {
 
 def make_drafters(flags: dict[str, Any]) -> dict[str, Drafter]:
     """Return the drafters to compare by mode, "none" first."""
+    for spec in FIELDS:
+        if flags.get(spec) is not None and spec not in flags["specs"]:
+            click.echo(f"note: --{spec} has no effect without --spec {spec}", err=True)
     result = {}
     for spec in dict.fromkeys(("none", *flags["specs"])):
         settings = {}

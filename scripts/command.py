@@ -17,7 +17,8 @@ EXIT_INTERRUPTED = 130
 def run(command: click.Command, args: Sequence[str] | None = None) -> int:
     """Run a click command and return its exit code.
 
-    Bad input prints one line on standard error and gives 2; an interrupt gives 130.
+    Bad input, and input too large for the memory, prints one line on standard error and gives 2;
+    an interrupt gives 130. With JAXSPEC_DEBUG set, errors of values keep their traceback.
     """
     try:
         code = command.main(args=args, standalone_mode=False)
@@ -35,7 +36,19 @@ def run(command: click.Command, args: Sequence[str] | None = None) -> int:
     except click.ClickException as error:
         message = error.format_message()
     except (ValueError, OSError, NotImplementedError) as error:
+        if os.environ.get("JAXSPEC_DEBUG"):
+            raise
         message = str(error)
+    except MemoryError as error:
+        message = str(error) or "out of memory on this machine"
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        message = (
+            "out of memory on the device: expected to fit, got "
+            + str(error).splitlines()[0]
+            + "; try fewer prompts, a smaller --max-new-tokens, or a smaller --dtype"
+        )
     print("error: " + " ".join(message.split()), file=sys.stderr)
     return EXIT_BAD_INPUT
 

@@ -59,6 +59,18 @@ DRAFTER_FLAGS = {
 }
 
 
+SAMPLING_FLAGS = (
+    "seed",
+    "temperature",
+    "top_k",
+    "top_p",
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+)
+
+
 @click.command(context_settings={"help_option_names": ["-h", "--help"], "show_default": True})
 @click.option(
     "--model",
@@ -137,6 +149,15 @@ DRAFTER_FLAGS = {
     default="auto",
     help="Kernel implementation.",
 )
+@click.option(
+    "--temperature", type=float, default=0.0, help="Divides the logits before a draw; 0: greedy."
+)
+@click.option("--top-k", type=int, default=0, help="Draw among the k best; 0: all.")
+@click.option("--top-p", type=float, default=1.0, help="Draw among the best of this mass; 1: all.")
+@click.option("--min-p", type=float, default=0.0, help="Least probability, relative to the best's.")
+@click.option("--repetition-penalty", type=float, default=1.0, help="1: off.")
+@click.option("--presence-penalty", type=float, default=0.0, help="0: off.")
+@click.option("--frequency-penalty", type=float, default=0.0, help="0: off.")
 @click.option("--seed", type=click.IntRange(0, 2**32 - 1), default=0, help="Of random streams.")
 @click.option("--stream/--no-stream", default=True, help="Show text as it comes.")
 @click.option("--show-drafts", is_flag=True, help="Colour accepted draft tokens as they come.")
@@ -150,7 +171,7 @@ def main(**flags: Any) -> int:
     drafter = make_drafter(flags)
     platform = jax.default_backend()
     dtype = flags["dtype"] or ("float32" if platform == "cpu" else "bfloat16")
-    model_path = flags["model"] or checkpoints.BUNDLED_MODEL
+    model_path = checkpoints.BUNDLED_MODEL if flags["model"] is None else flags["model"]
     model, tokenizer = checkpoints.load(model_path, dtype=dtype)
     prompt_ids = [
         text.encode(tokenizer, prompt) if isinstance(prompt, str) else prompt for prompt in prompts
@@ -158,10 +179,12 @@ def main(**flags: Any) -> int:
     config = jaxspec.GenerateConfig(
         max_new_tokens=flags["max_new_tokens"],
         max_seq_len=flags["max_seq_len"],
-        seed=flags["seed"],
+        **{name: flags[name] for name in SAMPLING_FLAGS},
         kernels=None if flags["kernels"] == "auto" else flags["kernels"],
     )
-    decoder = Decoder(model, tokenizer, prompt_ids, config, name=Path(model_path).name, dtype=dtype)
+    decoder = Decoder(
+        model, tokenizer, prompt_ids, config, name=Path(model_path).resolve().name, dtype=dtype
+    )
     return report(decoder, flags, drafter)
 
 
@@ -208,11 +231,15 @@ class Decoder:
 def report(decoder: Decoder, flags: dict[str, Any], drafter: jaxspec.Drafter) -> int:
     """Decode as the flags say, print the outcome, return the exit code."""
     spec, as_json = flags["spec"], flags["as_json"]
-    live = (flags["stream"] or flags["show_drafts"]) and not as_json
+    live = flags["stream"] and not as_json
     rows = decoder.run(spec, drafter, live=live, show_drafts=flags["show_drafts"])
     if flags["compare"]:
+        # Both are timed alike: in one go, and not as the process's first run.
         references = decoder.run("none", jaxspec.NoDraft(), live=False)
-        for row, reference in zip(rows, references, strict=True):
+        timed = decoder.run(spec, drafter, live=False)
+        references = decoder.run("none", jaxspec.NoDraft(), live=False)
+        for row, timed_row, reference in zip(rows, timed, references, strict=True):
+            row |= timed_row | {"compile_seconds": row["compile_seconds"]}
             row |= stats.comparison(row, reference)
     if as_json:
         for row in rows:
@@ -252,13 +279,13 @@ def make_drafter(flags: dict[str, Any]) -> jaxspec.Drafter:
     """Return the drafter that the flags ask for; say which flags the mode does not read."""
     spec = flags["spec"]
     fields = DRAFTER_FLAGS.get(spec, {})
-    for name in {name for fields in DRAFTER_FLAGS.values() for name in fields}:
+    for name in (name for others in DRAFTER_FLAGS.values() for name in others):
         if flags[name] is not None and name not in fields:
             flag = name.replace("_", "-")
             click.echo(f"note: --{flag} has no effect with --spec {spec}", err=True)
+    if flags["show_drafts"] and (flags["as_json"] or not flags["stream"]):
+        click.echo("note: --show-drafts has no effect with --json or --no-stream", err=True)
     settings = {field: flags[name] for name, field in fields.items() if flags[name] is not None}
-    if spec == "promptlookup" and flags["kernels"] != "auto":
-        settings["kernels"] = flags["kernels"]
     return drafters.make_drafter(spec, platform=jax.default_backend(), **settings)
 
 

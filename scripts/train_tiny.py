@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import sys
 import time
 from pathlib import Path
 
 import click
+import command
 import jax
 
-from checkpoints.training.recipe import read_prompts, run
+import jaxspec
+from checkpoints.training.recipe import run
 from checkpoints.training.settings import Limits, Recipe
 from checkpoints.training.steps import AttentionName, StepConfig
 from checkpoints.training.trainer import probe
+from jaxspec.evaluation import read_prompts
 
 _PROMPTS = Path(__file__).parents[1] / "benchmarks" / "prompts" / "python.jsonl"
 _SMALL = Recipe(
@@ -46,6 +50,7 @@ _SMALL = Recipe(
 @click.option("--prompts", default=_PROMPTS, type=click.Path(path_type=Path), show_default=True)
 @click.option("--small", is_flag=True, help="A miniature model on little text, to try the script.")
 @click.option("--probe", "is_probe", is_flag=True, help="Only measure the speed of the step.")
+@click.version_option(jaxspec.__version__, prog_name="jaxspec")
 def main(
     out: Path | None,
     minutes: float,
@@ -60,6 +65,7 @@ def main(
 ) -> None:
     """Train, evaluate and export a small Qwen3 for Python."""
     start = time.monotonic()
+    command.enable_compilation_cache()
     recipe = _SMALL if small else Recipe()
     if batch_size is not None:
         recipe = dataclasses.replace(recipe, batch_size=batch_size)
@@ -91,4 +97,4 @@ def _say(line: str) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(command.run(main))

@@ -23,6 +23,28 @@ def has_gpu() -> bool:
     return jax.default_backend() == "gpu"
 
 
+@pytest.fixture
+def record_gap(record_property):
+    """Return a function that takes the gap between the two best logits on a text's way."""
+    return lambda gap: record_property("smallest_gap", float(gap))
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Print the smallest gap that the tests of equal tokens met: equality is by margin."""
+    gaps = [
+        (value, report.nodeid)
+        for reports in terminalreporter.stats.values()
+        for report in reports
+        for name, value in getattr(report, "user_properties", [])
+        if name == "smallest_gap"
+    ]
+    if gaps:
+        gap, name = min(gaps)
+        terminalreporter.write_line(
+            f"smallest gap between the two best logits in {len(gaps)} tests: {gap:.2e} in {name}"
+        )
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Skip the GPU tests where there is no GPU."""
     if has_gpu():

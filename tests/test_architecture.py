@@ -23,6 +23,7 @@ ORDER = (
     "attention",
     "model",
     "drafters",
+    "sampling",
     "verify",
     "decode",
     "generation",
@@ -69,7 +70,15 @@ def test_jaxspec_data_flows_one_way():
 def test_drafters_know_neither_model_nor_cache_nor_verify():
     for path in (ROOT / "jaxspec" / "drafters").glob("*.py"):
         for module in imports_of(path):
-            assert module.split(".")[-1] not in ("model", "cache", "verify", "decode")
+            if module.split(".")[0] == "jaxspec":
+                assert module.startswith(("jaxspec.drafters", "jaxspec.layout")), (
+                    f"{path}: {module}"
+                )
+
+
+def test_every_module_of_jaxspec_has_its_place():
+    names = {path.stem for path in (ROOT / "jaxspec").iterdir() if path.suffix in ("", ".py")}
+    assert names - {"__init__", "__pycache__"} == {*ORDER, "text"}
 
 
 def test_no_utils_module():

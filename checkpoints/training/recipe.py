@@ -25,6 +25,7 @@ from checkpoints.training.settings import Limits, Recipe
 from checkpoints.training.steps import AttentionName, TrainState, cast
 from checkpoints.training.trainer import EVALUATION_ROWS, Data, Trainer, choose_step
 from jaxspec import GenerateConfig, Qwen3, generate
+from jaxspec.evaluation import Prompt
 from jaxspec.stats import first_periodic_position
 
 
@@ -52,7 +53,7 @@ def prepare_data(recipe: Recipe, say: Callable[[str], None] = print) -> Data:
 
 
 def sample(
-    recipe: Recipe, model: Qwen3, tokenizer: Tokenizer, prompts: Sequence[dict[str, str]]
+    recipe: Recipe, model: Qwen3, tokenizer: Tokenizer, prompts: Sequence[Prompt]
 ) -> list[dict[str, Any]]:
     """Continue the prompts greedily and measure loops and prompt-lookup acceptance.
 
@@ -60,7 +61,7 @@ def sample(
     """
     if not prompts:
         return []
-    ids = [tokenizer.encode(p["prompt"], add_special_tokens=False).ids for p in prompts]
+    ids = [tokenizer.encode(p.text, add_special_tokens=False).ids for p in prompts]
     config = GenerateConfig(max_new_tokens=recipe.num_new_tokens, kernels="xla")
     outputs = generate(model, ids, config).token_ids
     results = []
@@ -69,7 +70,7 @@ def sample(
         accepted = measure.lookup_accepted_length(prompt, output[: max(first, 1)])
         results.append(
             {
-                "id": named["id"],
+                "id": named.id,
                 "num_prompt_tokens": len(prompt),
                 "num_tokens": len(output),
                 "first_periodic_position": first,
@@ -78,20 +79,6 @@ def sample(
             }
         )
     return results
-
-
-def read_prompts(path: Path) -> list[dict[str, str]]:
-    """Read prompts, one JSON object with `id` and `prompt` a line.
-
-    Raises:
-      OSError: the file cannot be read.
-      ValueError: a line is malformed.
-    """
-    prompts = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line]
-    for prompt in prompts:
-        if not isinstance(prompt, dict) or not {"id", "prompt"} <= set(prompt):
-            raise ValueError(f"{path}: a line lacks id or prompt")
-    return prompts
 
 
 def without_sinks(trainer: Trainer) -> tuple[TrainState, list[dict[str, Any]]]:
@@ -131,7 +118,7 @@ def run(
     directory: Path,
     *,
     limits: Limits,
-    prompts: Sequence[dict[str, str]] = (),
+    prompts: Sequence[Prompt] = (),
     attention: Sequence[AttentionName] = ("xla",),
     say: Callable[[str], None] = print,
 ) -> dict[str, Any]:
@@ -183,7 +170,7 @@ def _prepare(
     return Trainer(recipe, limits, data, graph, state, step, config, say)
 
 
-def _rehearse(trainer: Trainer, prompts: Sequence[dict[str, str]]) -> None:
+def _rehearse(trainer: Trainer, prompts: Sequence[Prompt]) -> None:
     """Do once, before the training, all that comes after it: failures and compilation come early.
 
     The first evaluation has already happened where the step was compiled.
@@ -194,7 +181,7 @@ def _rehearse(trainer: Trainer, prompts: Sequence[dict[str, str]]) -> None:
     _samples(trainer, prompts)
 
 
-def _samples(trainer: Trainer, prompts: Sequence[dict[str, str]]) -> list[dict[str, Any]]:
+def _samples(trainer: Trainer, prompts: Sequence[Prompt]) -> list[dict[str, Any]]:
     graph, params = nnx.split(trained_model(trainer))
     # CPUs compute in float32, with the same weights.
     dtype = jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16

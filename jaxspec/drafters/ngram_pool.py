@@ -1,7 +1,7 @@
-"""A pool of n-grams per row, in device arrays: a ring that forgets the least recently seen.
+"""A pool of n-grams per row, in device arrays, that forgets the least recently seen.
 
-While the ring has not wrapped, a lookup gives exactly what a dictionary from first token to a
-least-recently-used list of n-grams would.
+A lookup gives what a dictionary from first token to a least-recently-used list of n-grams would,
+if the dictionary held `pool_size` n-grams in all and forgot the least recently seen of them.
 """
 
 from __future__ import annotations
@@ -13,21 +13,21 @@ import jax.numpy as jnp
 
 from jaxspec.drafters.protocol import Leaf
 
-_EMPTY = -1
-
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class NgramPool:
-    """N-grams of each row, oldest first from `head` around.
+    """N-grams of each row and when they were last seen.
 
     Attributes:
-      ring: i32[B, R, N] n-grams; the first token is the key, -1 where the entry is empty.
-      head: i32[B] entry that is written next, 0..R-1.
+      grams: i32[B, R, N] n-grams, in no order; the first token is the key.
+      seen: i32[B, R] when: larger is more recent, 0 where the entry is empty.
+      clock: i32[B] the largest `seen` so far.
     """
 
-    ring: Leaf
-    head: Leaf
+    grams: Leaf
+    seen: Leaf
+    clock: Leaf
 
 
 def grams_at(tokens: jax.Array, start: jax.Array, ngram_size: int) -> jax.Array:
@@ -46,7 +46,7 @@ def from_text(
       tokens: i32[B, P] text.
       length: i32[B] known tokens.
       ngram_size: N.
-      pool_size: R, entries per row.
+      pool_size: R, entries per row; the text's latest n-grams fill it.
     """
     batch_size, capacity = tokens.shape
     num_slots = min(pool_size, max(capacity - ngram_size + 1, 0))
@@ -55,11 +55,13 @@ def from_text(
     is_gram = start + ngram_size <= length[:, None]
     grams = grams_at(tokens, start, ngram_size)
     is_kept = is_gram & ~_has_later_copy(grams, is_gram)
-    grams = jnp.where(is_kept[..., None], grams, _EMPTY)
-    padding = ((0, 0), (0, pool_size - num_slots), (0, 0))
-    ring = jnp.pad(grams, padding, constant_values=_EMPTY)
-    num_grams = jnp.sum(is_gram, axis=1, dtype=jnp.int32)
-    return NgramPool(ring=ring, head=jax.lax.rem(num_grams, jnp.int32(pool_size)))
+    seen = jnp.where(is_kept, 1 + jnp.arange(num_slots)[None], 0)
+    padding = ((0, 0), (0, pool_size - num_slots))
+    return NgramPool(
+        grams=jnp.pad(grams, (*padding, (0, 0))),
+        seen=jnp.pad(seen, padding),
+        clock=jnp.full((batch_size,), num_slots, jnp.int32),
+    )
 
 
 def _has_later_copy(grams: jax.Array, is_gram: jax.Array) -> jax.Array:
@@ -87,14 +89,10 @@ def lookup(pool: NgramPool, key: jax.Array, *, num_candidates: int) -> tuple[jax
       i32[B, G, N-1], the n-grams without the key, most recent first, and bool[B, G], which of
       them exist. Those that do not hold any id.
     """
-    pool_size = pool.ring.shape[1]
-    num_found = min(num_candidates, pool_size)
-    # 1 for the oldest entry, the one that is written next, up to R for the newest.
-    index = jnp.arange(pool_size)[None] - pool.head[:, None]
-    recency = jnp.where(index < 0, index + pool_size, index) + 1
-    is_match = pool.ring[..., 0] == key[:, None]
-    best, entry = jax.lax.top_k(jnp.where(is_match, recency, 0), num_found)
-    grams = jnp.take_along_axis(pool.ring, entry[..., None], axis=1, mode="clip")[..., 1:]
+    num_found = min(num_candidates, pool.seen.shape[1])
+    is_match = pool.grams[..., 0] == key[:, None]
+    best, entry = jax.lax.top_k(jnp.where(is_match, pool.seen, 0), num_found)
+    grams = jnp.take_along_axis(pool.grams, entry[..., None], axis=1, mode="clip")[..., 1:]
     padding = ((0, 0), (0, num_candidates - num_found))
     return jnp.pad(grams, (*padding, (0, 0))), jnp.pad(best > 0, padding)
 
@@ -107,21 +105,25 @@ def insert(pool: NgramPool, grams: jax.Array, is_gram: jax.Array) -> NgramPool:
       grams: i32[B, n, N], oldest first; n is small.
       is_gram: bool[B, n], which of them to add.
     """
-    pool_size, num_grams = pool.ring.shape[1], grams.shape[1]
+    num_grams = grams.shape[1]
     is_old_copy = jnp.any(
-        jnp.all(pool.ring[:, :, None] == grams[:, None], axis=-1) & is_gram[:, None], axis=-1
+        jnp.all(pool.grams[:, :, None] == grams[:, None], axis=-1) & is_gram[:, None], axis=-1
     )
-    ring = jnp.where(is_old_copy[..., None], _EMPTY, pool.ring)
+    seen = jnp.where(is_old_copy, 0, pool.seen)
     is_same = jnp.all(grams[:, :, None] == grams[:, None], axis=-1) & is_gram[:, None]
     is_later = jnp.arange(num_grams)[:, None] < jnp.arange(num_grams)[None]
     is_kept = is_gram & ~jnp.any(is_same & is_later[None], axis=-1)
-    # Only the latest R fit; the others are older than all of these.
-    rank_from_end = jnp.sum(is_kept[:, None] & is_later[None], axis=-1, dtype=jnp.int32)
-    num_kept = jnp.sum(is_kept, axis=1, dtype=jnp.int32)
-    slot = pool.head[:, None] + num_kept[:, None] - 1 - rank_from_end
-    slot = jnp.where(is_kept & (rank_from_end < pool_size), jax.lax.rem(slot, pool_size), pool_size)
+    # The latest of them takes the place of the least recently seen entry, and so on; what does
+    # not fit is older than all of these.
+    num_free = min(num_grams, seen.shape[1])
+    _, free = jax.lax.top_k(-seen, num_free)
+    rank = jnp.sum(is_kept[:, None] & is_later[None], axis=-1, dtype=jnp.int32)
+    entry = jnp.take_along_axis(free, jnp.minimum(rank, num_free - 1), axis=1)
+    entry = jnp.where(is_kept & (rank < num_free), entry, seen.shape[1])
+    now = pool.clock[:, None] + 1 + jnp.arange(num_grams)[None]
     rows = jnp.arange(grams.shape[0])[:, None]
     return NgramPool(
-        ring=ring.at[rows, slot].set(grams, mode="drop"),
-        head=jax.lax.rem(pool.head + num_kept, jnp.int32(pool_size)),
+        grams=pool.grams.at[rows, entry].set(grams, mode="drop"),
+        seen=seen.at[rows, entry].set(now, mode="drop"),
+        clock=pool.clock + jnp.where(jnp.any(is_gram, axis=1), num_grams, 0),
     )

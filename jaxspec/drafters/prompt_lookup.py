@@ -28,7 +28,7 @@ class PromptLookup:
       ngram_size: longest suffix looked for, in tokens.
       min_ngram_size: shortest suffix looked for, in tokens.
       match: "last" or "first" occurrence among equally long matches.
-      kernels: implementation of `find_ngram`, None = the best available.
+      kernels: implementation of `find_ngram`, None = the call's.
     """
 
     num_draft_tokens: int = 7

@@ -52,6 +52,9 @@ CASES = (
     Case("odd_shape", 2, 3, 3, 11, 37),
     Case("widest_block", 2, 16, 7, 128, 256),
     Case("one_draft_many_candidates", 2, 16, 1, 17, 5),
+    # The logit rows and parts of the defaults on a GPU, at 151,936 logits.
+    Case("linear_15_drafts", 1, 1, 15, 16, 75),
+    Case("lookahead_7_candidates_of_6", 1, 7, 6, 50, 75),
     Case("linear_7_drafts", 1, 1, 7, 8, 38, is_benchmark=True),
     Case("lookahead_7_candidates", 1, 7, 4, 56, 19, is_benchmark=True),
     Case("lookahead_8rows", 8, 7, 4, 56, 19, is_benchmark=True),

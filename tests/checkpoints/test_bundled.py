@@ -14,6 +14,7 @@ import checkpoints
 from checkpoints import BUNDLED_MODEL
 from jaxspec import BlockLayout, GenerateConfig, Generation, PromptLookup, generate
 from jaxspec.stats import first_periodic_position
+from tests.helpers import is_transformers_v5
 
 PROMPTS = Path(__file__).parents[2] / "benchmarks" / "prompts" / "python.jsonl"
 SOURCE = (
@@ -68,7 +69,7 @@ def test_model_and_tokenizer_agree_with_transformers(loaded, prompts, generation
     import transformers
 
     model, tokenizer = loaded
-    name = "dtype" if int(transformers.__version__.split(".")[0]) >= 5 else "torch_dtype"
+    name = "dtype" if is_transformers_v5() else "torch_dtype"
     reference = transformers.AutoModelForCausalLM.from_pretrained(
         BUNDLED_MODEL, attn_implementation="eager", **{name: torch.float32}
     ).eval()
@@ -100,4 +101,7 @@ def test_greedy_text_does_not_loop_early_and_lookup_pays(generation):
     assert len(periodic_from) == 8
     assert sum(position > 128 for position in periodic_from) >= 6, periodic_from
     assert not any(SINK in output for output in generation.token_ids)
-    assert generation.num_tokens.sum() / generation.num_steps.sum() >= 1.6
+    # Where a text repeats itself, every draft is right: such rows do not count.
+    is_counted = np.equal(periodic_from, generation.num_tokens)
+    assert is_counted.any()
+    assert generation.num_tokens[is_counted].sum() >= 1.6 * generation.num_steps[is_counted].sum()

@@ -223,6 +223,11 @@ def test_a_tokenizer_whose_eos_has_no_embedding(single):
     assert error_of(single) == f"{single}: tokenizer: eos_token_id=13 is outside vocab_size=13"
 
 
+def test_a_tokenizer_without_tokens(single):
+    make_tokenizer(single, num_words=0, eos_token=None)
+    assert error_of(single) == f"{single}: tokenizer: the tokenizer has no tokens"
+
+
 def test_no_model_is_saved_in_an_unsupported_dtype(single, tmp_path):
     model = checkpoints.load_model(single)
     with pytest.raises(ValueError, match="^dtype='float8_e5m2' is none of "):

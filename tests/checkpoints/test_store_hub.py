@@ -137,6 +137,38 @@ def test_errors_of_the_hub_are_one_line(stub, monkeypatch, error, kind, reason):
     assert str(raised.value) == f"{ID}: no such directory here{reason}"
 
 
+def test_an_entry_that_is_not_cached_under_huggingface_hub_0(stub, monkeypatch):
+    class HTTPError(OSError):
+        pass
+
+    class EntryNotFoundError(HTTPError):
+        pass
+
+    class LocalEntryNotFoundError(EntryNotFoundError, FileNotFoundError, ValueError):
+        pass
+
+    def fail(*_, **__):
+        raise LocalEntryNotFoundError("offline\nmore")
+
+    monkeypatch.setattr(errors, "HfHubHTTPError", HTTPError)
+    monkeypatch.setattr(errors, "LocalEntryNotFoundError", LocalEntryNotFoundError)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", fail)
+    with pytest.raises(ConnectionError, match="check the network and HF_HUB_OFFLINE, or download"):
+        checkpoints.load(ID)
+
+
+def test_a_directory_that_was_moved_aside_is_no_id(stub):
+    _, calls = stub
+    aside = Path("someone", ".Some-Qwen3.1.old-another.host-0123abcd-42")
+    aside.mkdir(parents=True)
+    with pytest.raises(FileNotFoundError) as raised:
+        checkpoints.load(ID)
+    assert str(raised.value) == (
+        f"{ID}: no such directory; a killed conversion left the old one at {aside}: rename it back"
+    )
+    assert calls == []
+
+
 def test_errors_of_the_disk_stay_what_they_are(stub, monkeypatch):
     def fail(*_, **__):
         raise OSError(28, "No space left on device")

@@ -247,6 +247,23 @@ def test_an_old_one_that_a_killed_writer_moved_aside_comes_back(pair):
     assert [path.name for path in destination.parent.iterdir()] == ["out"]
 
 
+def test_loading_names_an_old_one_that_was_moved_aside(pair):
+    source, destination = pair
+    destination.with_name(".out.old-notes").mkdir()
+    destination.with_name(f".another-{beside(destination, 'old', 1).name}").mkdir()
+    gone = destination.rename(destination.with_name("gone"))
+    for load in (checkpoints.load, checkpoints.load_model):
+        with pytest.raises(FileNotFoundError, match="out: no such directory$"):
+            load(destination)
+    aside = gone.rename(beside(destination, "old", dead_process()))
+    reason = f"no such directory; a killed conversion left the old one at {aside}: rename it back"
+    for path in (destination, str(destination)):
+        for load in (checkpoints.load, checkpoints.load_model):
+            with pytest.raises(FileNotFoundError) as raised:
+                load(path)
+            assert str(raised.value) == f"{destination}: {reason}"
+
+
 def test_only_what_dead_writers_to_this_place_left_is_removed(pair):
     source, destination = pair
     dead = dead_process()

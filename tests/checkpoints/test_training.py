@@ -21,6 +21,7 @@ from checkpoints.training import batches, bpe, corpus, measure, recipe, report, 
 from checkpoints.training.settings import Limits, Recipe
 from checkpoints.training.trainer import Data, Trainer
 from jaxspec import BlockLayout, Qwen3
+from jaxspec.evaluation import Prompt
 from tests.helpers import load_with_transformers
 
 SMALL = Recipe(
@@ -310,7 +311,7 @@ def test_a_healthy_model_keeps_its_rows():
 
 
 def test_whole_run(tmp_path):
-    prompts = [{"id": "a", "prompt": "def main():\n"}, {"id": "b", "prompt": TEXT}]
+    prompts = [Prompt("a", "code", "few", "def main():\n"), Prompt("b", "code", "few", TEXT)]
     lines: list[str] = []
     directory = tmp_path / "model"
     limits = Limits(time.monotonic(), num_steps=30)
@@ -330,7 +331,7 @@ def test_whole_run(tmp_path):
     }
     card = (directory / "README.md").read_text()
     assert "click" in card and summary["sinks"] == [] and "No rare token became a sink" in card
-    _check_reload(directory, prompts[1]["prompt"], summary["samples"][1]["text"])
+    _check_reload(directory, prompts[1].text, summary["samples"][1]["text"])
     with pytest.raises(FileExistsError, match="not empty"):
         recipe.run(small, directory, limits=limits, say=lines.append)
 
@@ -371,17 +372,3 @@ def test_sinks_are_found_in_the_corpus_and_named_in_the_card(tokenizer):
     row = {"token_id": 7, "share": 0.99, "text_share": 2e-7, "text": "hev"}
     line = report.sinks_line([row])
     assert "1 such token was" in line and '7 ("hev", 99.0% of the predictions' in line
-
-
-def test_bundled_prompts():
-    path = Path(__file__).parents[2] / "benchmarks" / "prompts" / "python.jsonl"
-    prompts = recipe.read_prompts(path)
-    assert len(prompts) == 8 and len({p["id"] for p in prompts}) == 8
-    assert all(300 < len(p["prompt"]) < 1400 for p in prompts)
-
-
-def test_malformed_prompts_are_refused(tmp_path):
-    path = tmp_path / "prompts.jsonl"
-    path.write_text('{"id": "a"}\n')
-    with pytest.raises(ValueError, match="a line lacks id or prompt"):
-        recipe.read_prompts(path)

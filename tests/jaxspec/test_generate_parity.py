@@ -22,7 +22,7 @@ NUM_NEW = 64
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_greedy_ids(tmp_path, shape):
+def test_greedy_ids(tmp_path, shape, record_gap):
     import torch
 
     theirs = make_hf_checkpoint(tmp_path, **SHAPES[shape])
@@ -42,5 +42,5 @@ def test_greedy_ids(tmp_path, shape):
     for drafter in (None, PromptLookup(num_draft_tokens=4)):
         assert generate(model, [prompt], config, drafter).token_ids[0] == expected
     gap = smallest_gap(model, prompt, expected)
-    print(f"{shape}: smallest gap between the two best logits {gap:.2e}")
+    record_gap(gap)
     assert len(expected) == NUM_NEW and gap > 1e-5

@@ -11,11 +11,16 @@ from flax import nnx
 
 from jaxspec import GenerateConfig, Lookahead, NoDraft, PromptLookup, Qwen3, generate
 from jaxspec.decode import init_state, prefill, run_steps
+from jaxspec.drafters import make_drafter
 from jaxspec.generation import make_request
 from tests.jaxspec.models import random_model, random_prompts
 
 pytestmark = pytest.mark.gpu
-DRAFTERS = [PromptLookup(num_draft_tokens=7), Lookahead(7, 5, 7), Lookahead(2, 3, 2)]
+DRAFTERS = [
+    *(make_drafter(spec, platform="gpu") for spec in ("promptlookup", "lookahead")),
+    PromptLookup(num_draft_tokens=7),
+    Lookahead(7, 5, 7),
+]
 
 
 def in_dtype(model: Qwen3, dtype) -> Qwen3:
@@ -64,11 +69,12 @@ def test_float32_tokens_are_those_of_plain_decoding(drafter, lengths):
         assert generate(model, prompts, config, drafter).token_ids == expected.token_ids
 
 
-def test_bfloat16_prompt_lookup_equals_plain_decoding_of_the_same_width():
+@pytest.mark.parametrize("num_draft_tokens", [7, 15])
+def test_bfloat16_prompt_lookup_equals_plain_decoding_of_the_same_width(num_draft_tokens):
     model = in_dtype(random_model(), jnp.bfloat16)
     prompts = random_prompts((5, 40, 17))
     config = GenerateConfig(max_new_tokens=200)
-    wide = generate(model, prompts, config, NoDraft(num_padding_rows=7))
-    result = generate(model, prompts, config, PromptLookup(num_draft_tokens=7))
+    wide = generate(model, prompts, config, NoDraft(num_draft_tokens))
+    result = generate(model, prompts, config, PromptLookup(num_draft_tokens))
     assert result.token_ids == wide.token_ids
     assert result.num_steps.sum() < wide.num_steps.sum()

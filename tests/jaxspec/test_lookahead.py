@@ -15,7 +15,7 @@ from jaxspec.decode import decode_step, init_state, prefill
 from jaxspec.drafters import ngram_pool
 from jaxspec.drafters.lookahead import LookaheadState
 from jaxspec.generation import make_request
-from tests.jaxspec.models import random_model, random_prompts
+from tests.jaxspec.models import random_model, random_prompts, smallest_gap
 
 SETTINGS = [(1, 2, 1), (2, 3, 2), (3, 2, 4), (1, 5, 1), (4, 4, 1), (7, 5, 7), (15, 5, 15)]
 
@@ -31,9 +31,10 @@ def plain(model, prompts, **config):
 
 @pytest.mark.parametrize("setting", SETTINGS, ids=str)
 @pytest.mark.parametrize("lengths", [(23,), (1, 40, 17)], ids=str)
-def test_lossless(model, setting, lengths):
+def test_lossless(model, setting, lengths, record_gap):
     prompts = random_prompts(lengths)
     expected = plain(model, prompts, max_new_tokens=48)
+    record_gap(min(map(smallest_gap, [model] * len(prompts), prompts, expected)))
     for seed in range(5):
         config = GenerateConfig(max_new_tokens=48, seed=seed)
         result = generate(model, prompts, config, Lookahead(*setting))
@@ -105,7 +106,7 @@ def test_a_perfect_pool_gives_n_tokens_a_step(model):
         jnp.asarray([text], jnp.int32), jnp.asarray([len(text)], jnp.int32),
         ngram_size=4, pool_size=4096,
     )  # fmt: skip
-    # Of the grams of one key only those of the right place continue: keep the candidates apart.
+    # The true continuation as the most recent n-gram of its key is always a candidate.
     step = jax.jit(decode_step, static_argnames=("drafter", "kernels"))
     for _ in range(8):
         length = int(state.length[0])
@@ -145,12 +146,12 @@ def test_guesses_of_random_tokens_are_not_harvested(model):
     drafter = Lookahead(2, 5, 1, pool_size=64)
     state, request = start(model, [[5]], drafter, max_new_tokens=40)
     for step in range(6):
-        before = np.asarray(state.drafter.pool.ring)[0]
+        before = np.asarray(state.drafter.pool.grams)[0]
         length = int(state.length[0])
         window = np.asarray(state.drafter.window)[0]
         state = decode_step(model, state, request, drafter)
-        ring = {tuple(gram) for gram in np.asarray(state.drafter.pool.ring)[0].tolist()}
-        new = ring - {tuple(gram) for gram in before.tolist()}
+        known = {tuple(gram) for gram in np.asarray(state.drafter.pool.grams)[0].tolist()}
+        new = known - {tuple(gram) for gram in before.tolist()}
         text = state.tokens[0, : int(state.length[0])].tolist()
         text_grams = {tuple(text[i : i + 5]) for i in range(len(text) - 4)}
         guessed = new - text_grams

@@ -5,12 +5,15 @@ from __future__ import annotations
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxspec import GenerateConfig, NoDraft, PromptLookup, generate, stream
 from jaxspec.decode import init_state, prefill, run_steps
+from jaxspec.drafters import DEFAULT_SETTINGS, DRAFTERS, make_drafter
 from jaxspec.generation import make_request
+from pallas_kernels import dispatch
 from tests.jaxspec.models import ScriptedDraft, random_model, random_prompts, smallest_gap
 
 NUM_NEW = 48
@@ -27,7 +30,7 @@ def model():
 
 @pytest.mark.parametrize("lengths", [(23,), (1,), (5, 40, 17)], ids=str)
 @pytest.mark.parametrize("num_draft_tokens", range(1, 9))
-def test_prompt_lookup_equals_plain_decoding(model, lengths, num_draft_tokens):
+def test_prompt_lookup_equals_plain_decoding(model, lengths, num_draft_tokens, record_gap):
     prompts = random_prompts(lengths)
     expected = plain(model, prompts, max_new_tokens=NUM_NEW)
     drafter = PromptLookup(num_draft_tokens=num_draft_tokens, ngram_size=3)
@@ -36,11 +39,37 @@ def test_prompt_lookup_equals_plain_decoding(model, lengths, num_draft_tokens):
         smallest_gap(model, prompt, ids)
         for prompt, ids in zip(prompts, expected.token_ids, strict=True)
     ]
-    print(f"smallest gap between the two best logits: {min(gaps):.2e}")
+    record_gap(min(gaps))
     assert result.token_ids == expected.token_ids
     assert min(gaps) > 1e-4
     # The text repeats itself, so that drafts are accepted: the test is not vacuous.
     assert result.num_steps.sum() < expected.num_steps.sum()
+
+
+@pytest.mark.parametrize("platform", DEFAULT_SETTINGS)
+@pytest.mark.parametrize("spec", DRAFTERS)
+def test_every_drafter_with_its_defaults_is_lossless(model, spec, platform, record_gap):
+    prompts = random_prompts((9, 30, 1))
+    expected = plain(model, prompts, max_new_tokens=NUM_NEW)
+    drafter = make_drafter(spec, platform=platform)
+    config = GenerateConfig(max_new_tokens=NUM_NEW)
+    assert generate(model, prompts, config, drafter).token_ids == expected.token_ids
+    record_gap(min(map(smallest_gap, [model] * 3, prompts, expected.token_ids)))
+
+
+@pytest.mark.parametrize("kernels", ["xla", "interpret"])
+def test_the_calls_kernels_reach_the_drafter(model, kernels, monkeypatch):
+    used = set()
+    original = dispatch._run
+
+    def spy(package, op, name, *args, **settings):
+        used.add((op, name))
+        return original(package, op, name, *args, **settings)
+
+    monkeypatch.setattr(dispatch, "_run", spy)
+    config = GenerateConfig(max_new_tokens=3, kernels=kernels)
+    generate(model, [[1, 2, 1]], config, PromptLookup(num_draft_tokens=2, ngram_size=5))
+    assert used == {(op, kernels) for op in ("find_ngram", "argmax_partial", "verify_greedy")}
 
 
 @pytest.mark.parametrize("match", ["first", "last"])
@@ -218,6 +247,18 @@ def test_cache_holds_what_a_fresh_prefill_would(model):
                     np.testing.assert_allclose(
                         part[row, :, : length - 1], fresh_part[row, :, : length - 1], atol=2e-5
                     )
+
+
+def test_a_bad_prompt_token_is_not_forgotten(model):
+    # Keys that are not finite must reach the output, not leave holes in the prompt.
+    graph, params = nnx.split(random_model(7))
+    params["embed_tokens"] = params["embed_tokens"].replace(
+        params["embed_tokens"][...].at[5].set(jnp.inf)
+    )
+    broken = nnx.merge(graph, params)
+    for chunk_size in (1, 64):
+        config = GenerateConfig(max_new_tokens=3, prefill_chunk_size=chunk_size)
+        assert generate(broken, [[5, 1, 2, 3]], config).token_ids == [[0, 0, 0]]
 
 
 def test_garbage_past_the_end_changes_nothing(model):

@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 
 import checkpoints
-from jaxspec.cache import append_rows, commit_block, init_cache
+from jaxspec.cache import commit_block, init_cache, write_rows
 from jaxspec.config import Qwen3Config, YarnScaling
 from jaxspec.layout import BlockLayout
 from jaxspec.model import Qwen3, rope_frequencies, rope_tables, rotate
-from tests.helpers import ROPE, TINY, YARN, make_hf_checkpoint
+from tests.helpers import ROPE, TINY, YARN, make_hf_checkpoint, spelled_rope
 
 SHAPES = {
     "tied": {"tie_word_embeddings": True},
@@ -57,7 +57,11 @@ def forward(model, block_tokens, num_cached, cache, layout):
     return model(block_tokens, num_cached, cache, layout)
 
 
-append = jax.jit(append_rows)
+append = jax.jit(
+    lambda cache, rows, start: write_rows(
+        cache, rows, start, jnp.ones((start.shape[0], rows[0][0].shape[2]), bool)
+    )
+)
 
 
 def random_tokens(vocab_size: int, shape: tuple[int, ...], seed: int = 0) -> np.ndarray:
@@ -179,7 +183,7 @@ def test_rows_past_the_capacity_are_dropped(tiny):
     cache = init_cache(tiny.config, batch_size=2, capacity=CAPACITY, dtype=tiny.dtype)
     cache = jax.tree.map(lambda part: jnp.full_like(part, 7.0), cache)
     rows = jax.tree.map(lambda part: jnp.full_like(part[:, :, :5], 1.0), cache)
-    after = append_rows(cache, rows, jnp.asarray([CAPACITY - 2, 0], jnp.int32))
+    after = append(cache, rows, jnp.asarray([CAPACITY - 2, 0], jnp.int32))
     for part in jax.tree.leaves(after):
         is_written = np.asarray(part == 1.0).all(axis=(1, 3))
         np.testing.assert_array_equal(np.flatnonzero(is_written[0]), [CAPACITY - 2, CAPACITY - 1])
@@ -302,16 +306,9 @@ def test_yarn_frequencies_are_those_of_transformers(head_dim, original, extra):
     import transformers
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+    rope = YARN | {"rope_theta": 1e6, "original_max_position_embeddings": original} | extra
     theirs = transformers.Qwen3Config(
-        head_dim=head_dim,
-        max_position_embeddings=4 * original,
-        rope_parameters={
-            "rope_type": "yarn",
-            "rope_theta": 1e6,
-            "factor": 4.0,
-            "original_max_position_embeddings": original,
-        }
-        | extra,
+        head_dim=head_dim, max_position_embeddings=4 * original, **spelled_rope(rope)
     )
     expected, scale = ROPE_INIT_FUNCTIONS["yarn"](theirs, "cpu")
     yarn = YarnScaling(4.0, original, **extra)

@@ -12,8 +12,9 @@ SCRIPT = Path(__file__).parents[2] / "scripts" / "benchmark.py"
 
 
 @pytest.fixture
-def command():
+def command(monkeypatch, tmp_path):
     """Load the script as a module."""
+    monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(tmp_path))  # JAX read its own already
     spec = importlib.util.spec_from_file_location("benchmark", SCRIPT)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)

@@ -14,7 +14,9 @@ import plotting
 import pytest
 
 import checkpoints
+import jaxspec
 from jaxspec import evaluation, tuning
+from jaxspec.drafters import make_drafter
 from tests.jaxspec.models import random_model
 from tests.tokenizers import byte_tokenizer
 
@@ -105,7 +107,8 @@ def test_sweep_and_cost(run, monkeypatch):
     assert [row["spec"] for row in best] == ["promptlookup", "lookahead"]
     assert not any(row["partial"] for row in best)
     assert [row["rows_per_step"] for row in rows if row["measure"] == "cost"] == [1, 4]
-    assert "lookahead: 8 rows, breaks even at" in out
+    num_rows = make_drafter("lookahead", platform=jax.default_backend()).layout.num_rows
+    assert f"lookahead: {num_rows} rows, breaks even at" in out
 
 
 def test_a_time_limit_stops_with_what_there_is(run):
@@ -121,6 +124,17 @@ def test_settings_of_the_modes(run):
     assert code == 0 and {row["spec"] for row in objects(out)} == {"none", "promptlookup"}
     expected = {"num_draft_tokens": 2, "ngram_size": 5, "min_ngram_size": 3}
     assert row["settings"] == row["settings"] | expected
+
+
+def test_settings_of_a_mode_that_is_not_measured(run):
+    code, _, err = run("--promptlookup", "3,2,1", "--spec", "none", "--time-limit", 0.001)
+    assert code == 0
+    assert err == "note: --promptlookup has no effect without --spec promptlookup\n"
+
+
+def test_version(capsys):
+    assert command.run(benchmark.main, ["--version"]) == 0
+    assert capsys.readouterr().out == f"jaxspec, version {jaxspec.__version__}\n"
 
 
 @pytest.mark.skipif(not HAS_MATPLOTLIB, reason="no matplotlib")

@@ -1,0 +1,249 @@
+"""Which token is picked from a row's logits: penalties, temperature, filters, position-keyed noise.
+
+The token at position p of row b is the argmax of filtered logits / temperature plus Gumbel noise
+that depends on (seed of b, p) alone. So it is a function of the text before it, the seed and the
+position, whatever was drafted: one verifier serves greedy and sampled decoding, speculation changes
+no sampled token, and a draft token is accepted with its own probability.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int, UInt32
+
+from jaxspec.layout import BlockLayout
+
+if TYPE_CHECKING:
+    Leaf = jax.Array
+else:
+    Leaf = Any
+
+# Thresholds tried per pass of a filter's search; 32 bits take 8 passes of 4 bits.
+_BITS_PER_PASS = 4
+
+
+@dataclasses.dataclass(frozen=True)
+class SamplingMode:
+    """What of sampling a program has at all; what it does not need costs it nothing.
+
+    Attributes:
+      is_sampled: add noise; False = greedy.
+      has_filters: top-k, top-p or min-p.
+      has_penalties: repetition, presence or frequency penalty.
+    """
+
+    is_sampled: bool = False
+    has_filters: bool = False
+    has_penalties: bool = False
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class SamplingParams:
+    """Sampling settings of each row, as arrays: changing them compiles nothing.
+
+    Attributes:
+      temperature: f32[B]; 0 = greedy.
+      top_k: i32[B]; 0 = off.
+      top_p: f32[B]; 1 = off.
+      min_p: f32[B]; 0 = off.
+      repetition_penalty: f32[B]; 1 = off.
+      presence_penalty: f32[B]; 0 = off.
+      frequency_penalty: f32[B]; 0 = off.
+    """
+
+    temperature: Leaf
+    top_k: Leaf
+    top_p: Leaf
+    min_p: Leaf
+    repetition_penalty: Leaf
+    presence_penalty: Leaf
+    frequency_penalty: Leaf
+
+
+def process_logits(
+    logits: Float[Array, "B R V"],
+    params: SamplingParams,
+    mode: SamplingMode,
+    *,
+    num_valid: int | None,
+    counts: tuple[Int[Array, "B R V"], Int[Array, "B R V"]] | None,
+) -> Float[Array, "B R V"]:
+    """Return logits with penalties, temperature, top-k, top-p and min-p applied, in that order.
+
+    The order and meaning are those of transformers' processors. Tokens whose logits tie at a
+    filter's threshold all stay. Tokens that a filter removes, and ids at or past `num_valid`,
+    get -inf. The best token always stays.
+
+    Args:
+      logits: float32.
+      params: settings of each row.
+      mode: which of them the program has.
+      num_valid: ids at or past it do not count.
+      counts: with penalties, how often each id stands in the row's whole text, and in its output.
+    """
+    if mode.has_penalties:
+        assert counts is not None
+        logits = _penalised(logits, params, *counts)
+    if num_valid is not None and num_valid < logits.shape[-1]:
+        is_valid = jnp.arange(logits.shape[-1]) < num_valid
+        logits = jnp.where(is_valid[None, None], logits, -jnp.inf)
+    if mode.is_sampled:
+        temperature = params.temperature[:, None, None]
+        logits = logits / jnp.where(temperature > 0, temperature, 1.0)
+    if mode.has_filters:
+        logits = _top_k(logits, params.top_k[:, None, None])
+        logits = _top_p(logits, params.top_p[:, None, None])
+        logits = _min_p(logits, params.min_p[:, None, None])
+    return logits
+
+
+def add_noise(
+    logits: Float[Array, "B R V"],
+    params: SamplingParams,
+    seed: UInt32[Array, "B"],
+    length: Int[Array, "B"],
+    layout: BlockLayout,
+) -> Float[Array, "B R V"]:
+    """Add each row's Gumbel noise, so that the argmax is a sample; greedy rows get none.
+
+    Args:
+      logits: processed logits of the layout's logit rows.
+      params: settings of each row of the batch.
+      seed: of each row's random stream.
+      length: known tokens of each row: the position of the token that block row 0 picks.
+      layout: says how far on each row stands. Rows of one depth share their noise, which is
+        what keeps several candidates unbiased.
+    """
+    depths, index = np.unique(
+        np.asarray(layout.depth)[list(layout.logit_rows)], return_inverse=True
+    )
+    num_ids = logits.shape[-1]
+
+    def noise_of(seed: jax.Array, position: jax.Array) -> jax.Array:
+        key = jax.random.fold_in(jax.random.key(seed), position)
+        return jax.random.gumbel(key, (num_ids,), jnp.float32)
+
+    positions = length[:, None] + jnp.asarray(depths, jnp.int32)[None]
+    noise = jax.vmap(jax.vmap(noise_of, in_axes=(None, 0)))(seed, positions)
+    is_sampled = (params.temperature > 0)[:, None, None]
+    return logits + jnp.where(is_sampled, noise[:, index], 0.0)
+
+
+def prefix_counts(
+    tokens: Int[Array, "B P"],
+    length: Int[Array, "B"],
+    prompt_length: Int[Array, "B"],
+    block_tokens: Int[Array, "B T"],
+    layout: BlockLayout,
+    num_ids: int,
+) -> tuple[Int[Array, "B R V"], Int[Array, "B R V"]]:
+    """Return how often each id stands before the token that each logit row picks.
+
+    A row's text is the known text and the draft tokens that it sees, which would be the text if
+    they were accepted.
+
+    Returns:
+      Counts in the whole text, and in the output: the text without the prompt.
+    """
+    batch_size, capacity = tokens.shape
+    rows = jnp.arange(batch_size)[:, None]
+    position = jnp.arange(capacity)[None]
+    is_known = (position < length[:, None]).astype(jnp.int32)
+    is_output = is_known * (position >= prompt_length[:, None]).astype(jnp.int32)
+    zeros = jnp.zeros((batch_size, num_ids), jnp.int32)
+    text = zeros.at[rows, tokens].add(is_known, mode="drop")
+    output = zeros.at[rows, tokens].add(is_output, mode="drop")
+    # Row 0, the current token, is part of the known text.
+    seen = layout.mask[list(layout.logit_rows), 1:].astype(np.int32)
+    num_rows = seen.shape[0]
+    if not seen.any():
+        shape = (batch_size, num_rows, num_ids)
+        return jnp.broadcast_to(text[:, None], shape), jnp.broadcast_to(output[:, None], shape)
+    drafted = jnp.zeros((batch_size, num_rows, num_ids), jnp.int32)
+    ids = jnp.where(block_tokens < 0, num_ids, block_tokens)[:, None, 1:]
+    ids = jnp.broadcast_to(ids, (batch_size, *seen.shape))
+    drafted = drafted.at[rows[..., None], jnp.arange(num_rows)[None, :, None], ids].add(
+        jnp.asarray(seen)[None], mode="drop"
+    )
+    return text[:, None] + drafted, output[:, None] + drafted
+
+
+def _penalised(
+    logits: Float[Array, "B R V"],
+    params: SamplingParams,
+    text_counts: Int[Array, "B R V"],
+    output_counts: Int[Array, "B R V"],
+) -> Float[Array, "B R V"]:
+    """Apply the penalties: repetition on the whole text, presence and frequency on the output.
+
+    Source: Keskar et al. 2019 (repetition), the OpenAI API (presence, frequency).
+    """
+    repetition = params.repetition_penalty[:, None, None]
+    repeated = jnp.where(logits < 0, logits * repetition, logits / repetition)
+    logits = jnp.where(text_counts > 0, repeated, logits)
+    logits = logits - params.frequency_penalty[:, None, None] * output_counts.astype(jnp.float32)
+    is_present = (output_counts > 0).astype(jnp.float32)
+    return logits - params.presence_penalty[:, None, None] * is_present
+
+
+def _sort_key(logits: Float[Array, "B R V"]) -> Int[Array, "B R V"]:
+    """Map floats to integers of the same order."""
+    bits = jax.lax.bitcast_convert_type(logits, jnp.int32)
+    return jnp.where(bits < 0, jnp.int32(-(2**31)) - bits, bits)
+
+
+def _largest_threshold(
+    key: Int[Array, "B R V"], is_enough: Callable[[jax.Array], jax.Array]
+) -> Int[Array, "B R 1"]:
+    """Return the largest threshold whose tokens (key >= threshold) are enough.
+
+    A search over the 32 bits of the key, four at a time: a pass over the logits tells which of 15
+    thresholds still have enough. No sort, and no limit on how many tokens stay.
+
+    Args:
+      key: of every token.
+      is_enough: maps bool[B, R, 15, V], the tokens at or above each threshold, to bool[B, R, 15].
+    """
+    digit = jnp.arange(1, 2**_BITS_PER_PASS, dtype=jnp.int32)[None, None]
+    threshold = jnp.full((*key.shape[:2], 1), -(2**31), jnp.int32)
+    for shift in range(32 - _BITS_PER_PASS, -1, -_BITS_PER_PASS):
+        # Sums past 2**31 wrap around to the right threshold.
+        tried = threshold + jax.lax.shift_left(digit, jnp.full_like(digit, shift))
+        enough = is_enough(key[:, :, None] >= tried[..., None])
+        # Enough at a threshold means enough at all below it, so the digit is a count.
+        num_enough = jnp.sum(enough, axis=-1, keepdims=True, dtype=jnp.int32)
+        threshold += jax.lax.shift_left(num_enough, jnp.full_like(num_enough, shift))
+    return threshold
+
+
+def _top_k(logits: Float[Array, "B R V"], top_k: Int[Array, "B 1 1"]) -> Float[Array, "B R V"]:
+    key = _sort_key(logits)
+    threshold = _largest_threshold(
+        key, lambda is_kept: jnp.sum(is_kept, axis=-1, dtype=jnp.int32) >= top_k
+    )
+    return jnp.where((key >= threshold) | (top_k <= 0), logits, -jnp.inf)
+
+
+def _top_p(logits: Float[Array, "B R V"], top_p: Float[Array, "B 1 1"]) -> Float[Array, "B R V"]:
+    """Keep the most probable tokens whose mass first reaches `top_p`."""
+    key = _sort_key(logits)
+    probability = jax.nn.softmax(logits, axis=-1)[:, :, None]
+    threshold = _largest_threshold(
+        key, lambda is_kept: jnp.sum(jnp.where(is_kept, probability, 0.0), axis=-1) >= top_p
+    )
+    is_best = logits == jnp.max(logits, axis=-1, keepdims=True)
+    return jnp.where((key >= threshold) | is_best | (top_p >= 1), logits, -jnp.inf)
+
+
+def _min_p(logits: Float[Array, "B R V"], min_p: Float[Array, "B 1 1"]) -> Float[Array, "B R V"]:
+    """Keep tokens at least `min_p` times as probable as the best one."""
+    best = jnp.max(logits, axis=-1, keepdims=True)
+    is_kept = (logits >= best + jnp.log(jnp.maximum(min_p, 1e-30))) | (min_p <= 0)
+    return jnp.where(is_kept, logits, -jnp.inf)
