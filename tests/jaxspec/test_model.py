@@ -216,16 +216,27 @@ def test_a_committed_candidate_continues_as_the_linear_pass_does(tiny, layout):
     num_cached = jnp.full((3,), 6, jnp.int32)
     _, block_kv = forward(tiny, block, num_cached, cache, layout)
     best = np.asarray([0, 1, 1], np.int32)
+    num_emitted = np.asarray([3, 1, 0], np.int32)
     committed = commit_block(
         cache,
         block_kv,
         layout,
         num_cached=num_cached,
         best_candidate=jnp.asarray(best),
-        num_emitted=jnp.asarray([3, 1, 0], jnp.int32),
+        num_emitted=jnp.asarray(num_emitted),
     )
     for before, after in zip(jax.tree.leaves(cache), jax.tree.leaves(committed), strict=True):
         np.testing.assert_array_equal(before[2], after[2])
+        # Rows past the emitted tokens write nothing.
+        np.testing.assert_array_equal(before[1, :, 7:], after[1, :, 7:])
+    committed = commit_block(
+        cache,
+        block_kv,
+        layout,
+        num_cached=num_cached,
+        best_candidate=jnp.asarray(best),
+        num_emitted=jnp.full((3,), layout.num_draft_tokens + 1),
+    )
     rows = np.asarray(layout.candidate_rows)[best]
     accepted = np.take_along_axis(block, rows, axis=1)
     after = random_tokens(97, (3, 4), seed=5)
