@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -48,6 +49,8 @@ def load_tokenizer(directory: Path) -> PreTrainedTokenizerBase | None:
     if not check_files(directory):
         return None
     # Imported here because it pulls in torch where that is installed, which weights do not need.
+    # It would advise to install torch, which a tokenizer does not need.
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     from transformers import AutoTokenizer
 
     try:

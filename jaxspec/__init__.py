@@ -13,7 +13,10 @@ from jaxspec.config import Qwen3Config as Qwen3Config
 from jaxspec.drafters import Drafter as Drafter
 from jaxspec.drafters import Lookahead as Lookahead
 from jaxspec.drafters import NoDraft as NoDraft
+from jaxspec.drafters import Outcome as Outcome
 from jaxspec.drafters import PromptLookup as PromptLookup
+from jaxspec.drafters import Proposal as Proposal
+from jaxspec.drafters import current_tokens as current_tokens
 from jaxspec.generation import Generation as Generation
 from jaxspec.generation import generate as generate
 from jaxspec.generation import stream as stream

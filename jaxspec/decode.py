@@ -146,6 +146,7 @@ def decode_step(
     num_valid = model.config.num_valid_tokens
     with jax.named_scope("draft"):
         proposal = drafter.propose(state.drafter, state.tokens, state.length)
+        check_proposal(proposal, drafter, state.tokens.shape[0])
     with jax.named_scope("forward"):
         logits, block = model(proposal.block_tokens, state.length - 1, state.cache, layout)
     with jax.named_scope("sample"):
@@ -159,6 +160,22 @@ def decode_step(
     with jax.named_scope("update"):
         memory = drafter.update(state.drafter, outcome, state.tokens, state.length)
     return dataclasses.replace(state, drafter=memory)
+
+
+def check_proposal(proposal: Proposal, drafter: Drafter, batch_size: int) -> None:
+    """Raise a one-line ValueError if a proposal does not have the shapes of its layout."""
+    layout = drafter.layout
+    expected = {
+        "block_tokens": (batch_size, layout.num_rows),
+        "num_draft": (batch_size, layout.num_candidates),
+    }
+    for name, shape in expected.items():
+        got = getattr(proposal, name)
+        if got.shape != shape or got.dtype != jnp.int32:
+            raise ValueError(
+                f"{type(drafter).__name__} proposed {name} of shape {got.shape} and dtype "
+                f"{got.dtype}, expected {shape} and int32"
+            )
 
 
 def sample_scores(

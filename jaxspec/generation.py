@@ -135,7 +135,10 @@ def stream(
     compiled program is the same one; None runs to the end in one go.
     """
     config = config or GenerateConfig()
-    drafter = with_kernels(drafter or NoDraft(), config.kernels)
+    if drafter is None:
+        drafter = NoDraft()
+    check_drafter(drafter)
+    drafter = with_kernels(drafter, config.kernels)
     check_prompts(prompts, model.config, config)
     if steps_per_chunk is not None and steps_per_chunk < 1:
         raise ValueError(f"steps_per_chunk={steps_per_chunk} is not at least 1")
@@ -198,6 +201,21 @@ def prefill_chunks(
     chunk_size = config.prefill_chunk_size or (128 if jax.default_backend() == "cpu" else 512)
     chunk_size = min(chunk_size, capacity)
     return chunk_size, -(-(longest_prompt - 1) // chunk_size)
+
+
+def check_drafter(drafter: object) -> None:
+    """Raise a one-line ValueError unless `drafter` is a hashable drafter."""
+    if isinstance(drafter, type):
+        raise ValueError(f"drafter={drafter.__name__} is a class, expected an instance of it")
+    try:
+        hash(drafter)
+    except TypeError:
+        raise ValueError(
+            f"drafter {type(drafter).__name__} is not hashable: expected a frozen dataclass"
+        ) from None
+    for name in ("layout", "init", "propose", "update"):
+        if not hasattr(drafter, name):
+            raise ValueError(f"drafter {type(drafter).__name__} has no {name}")
 
 
 def check_prompts(

@@ -73,7 +73,9 @@ def print_table(rows: Sequence[dict[str, Any]]) -> None:
     first = rows[0]
     table = Table(
         title=f"{first['model']}, {first['dtype']}, {first['device']}",
-        caption="compile {compile_seconds:.1f} s, prefill {prefill_seconds:.2f} s".format(**first),
+        caption="compile or load programs {compile_seconds:.1f} s, prefill {prefill_seconds:.2f} s".format(
+            **first
+        ),
         box=rich.box.SIMPLE_HEAD,
     )
     columns = ["prompt", "spec", "tokens", "steps", "tokens/step", "tokens/s", "end"]

@@ -8,6 +8,7 @@ from jaxspec.drafters.prompt_lookup import PromptLookup as PromptLookup
 from jaxspec.drafters.protocol import Drafter as Drafter
 from jaxspec.drafters.protocol import Outcome as Outcome
 from jaxspec.drafters.protocol import Proposal as Proposal
+from jaxspec.drafters.protocol import current_tokens as current_tokens
 
 DRAFTERS: dict[str, type] = {
     "none": NoDraft,

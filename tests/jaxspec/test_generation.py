@@ -2,9 +2,22 @@
 
 from __future__ import annotations
 
+import dataclasses
+
+import jax.numpy as jnp
 import pytest
 
-from jaxspec import GenerateConfig, NoDraft, PromptLookup, generate, stream
+from jaxspec import (
+    BlockLayout,
+    GenerateConfig,
+    NoDraft,
+    PromptLookup,
+    Proposal,
+    current_tokens,
+    generate,
+    stream,
+)
+from jaxspec.generation import check_drafter
 from jaxspec.stats import comparison, first_difference, first_periodic_position
 from tests.jaxspec.models import random_model, random_prompts
 
@@ -146,3 +159,52 @@ def test_comparison_names_the_first_difference():
         "token_id": None,
         "reference_token_id": 4,
     }
+
+
+@dataclasses.dataclass(frozen=True)
+class RepeatLast:
+    """The README's example: drafts the current token again."""
+
+    num_draft_tokens: int = 3
+    num_rows: int = 4
+
+    @property
+    def layout(self) -> BlockLayout:
+        return BlockLayout.linear(1 + self.num_draft_tokens)
+
+    def init(self, tokens, length, key):
+        return ()
+
+    def propose(self, state, tokens, length):
+        current = current_tokens(tokens, length)[:, None]
+        num_draft = jnp.full((tokens.shape[0], 1), self.num_draft_tokens, jnp.int32)
+        return Proposal(jnp.tile(current, (1, self.num_rows)), num_draft)
+
+    def update(self, state, outcome, tokens, length):
+        return state
+
+
+def test_a_drafter_of_ones_own_is_lossless():
+    prompts = random_prompts((5, 40))
+    config = GenerateConfig(max_new_tokens=30)
+    expected = generate(random_model(), prompts, config).token_ids
+    assert generate(random_model(), prompts, config, RepeatLast()).token_ids == expected
+
+
+@pytest.mark.parametrize(
+    "drafter, message",
+    [
+        (RepeatLast, "drafter=RepeatLast is a class, expected an instance of it"),
+        (object(), "drafter object has no layout"),
+        (RepeatLast(num_draft_tokens=[3]), "drafter RepeatLast is not hashable"),
+        (
+            RepeatLast(num_rows=3),
+            "RepeatLast proposed block_tokens of shape (1, 3) and dtype int32, expected (1, 4)",
+        ),
+    ],
+)
+def test_a_wrong_drafter_is_named(drafter, message):
+    with pytest.raises(ValueError) as caught:
+        check_drafter(drafter)
+        generate(random_model(), [[1, 2]], GenerateConfig(max_new_tokens=2), drafter)
+    assert message in str(caught.value) and "\n" not in str(caught.value)
