@@ -73,8 +73,9 @@ def print_table(rows: Sequence[dict[str, Any]]) -> None:
     first = rows[0]
     table = Table(
         title=f"{first['model']}, {first['dtype']}, {first['device']}",
-        caption="compile or load programs {compile_seconds:.1f} s, prefill {prefill_seconds:.2f} s".format(
-            **first
+        caption=(
+            f"compile or load programs {first['compile_seconds']:.1f} s, "
+            f"prefill {first['prefill_seconds']:.2f} s"
         ),
         box=rich.box.SIMPLE_HEAD,
     )
