@@ -342,6 +342,8 @@ class GenerateConfig:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name}={value} is not at least 1")
+            if value is not None and value > _MAX_TOKENS:
+                raise ValueError(f"{name}={value} is more than {_MAX_TOKENS}")
         if self.kernels not in (None, "triton", "interpret", "xla"):
             raise ValueError(f"kernels={self.kernels!r} is none of triton, interpret, xla")
         for name, (low, high) in _SAMPLING_RANGES.items():

@@ -8,6 +8,15 @@ from collections.abc import Sequence
 
 import numpy as np
 
+# Far more than any block that pays; the mask of a block has this many entries squared.
+MAX_ROWS = 4096
+
+
+def check_num_rows(num_rows: int) -> None:
+    """Raise a ValueError if a drafter asks for a block that no machine can want."""
+    if num_rows > MAX_ROWS:
+        raise ValueError(f"the drafter's block has {num_rows} rows, expected at most {MAX_ROWS}")
+
 
 @dataclasses.dataclass(frozen=True)
 class BlockLayout:

@@ -10,10 +10,14 @@ def encode(tokenizer: Any, text: str) -> list[int]:
     """Return the ids of `text` as it stands, without special tokens added.
 
     Raises:
-      ValueError: there is no tokenizer, or the text has no tokens.
+      ValueError: there is no tokenizer, or the text has no tokens or is no valid Unicode.
     """
     if tokenizer is None:
         raise ValueError("the model directory has no tokenizer: expected prompts as token ids")
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:
+        raise ValueError("the prompt is not valid UTF-8 text") from None
     ids = list(tokenizer(text, add_special_tokens=False)["input_ids"])
     if not ids:
         raise ValueError("the prompt is empty: expected at least one token")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,6 +21,12 @@ def run(command: click.Command, args: Sequence[str] | None = None) -> int:
     Bad input, and input too large for the memory, prints one line on standard error and gives 2;
     an interrupt gives 130. With JAXSPEC_DEBUG set, errors of values keep their traceback.
     """
+    if sys.stdout is None:
+        sys.stdout = open(os.devnull, "w")
+    try:
+        signal.signal(signal.SIGINT, _interrupt)
+    except ValueError:
+        pass  # Not in the main thread: whoever runs there handles signals.
     try:
         code = command.main(args=args, standalone_mode=False)
         sys.stdout.flush()
@@ -49,8 +56,27 @@ def run(command: click.Command, args: Sequence[str] | None = None) -> int:
             + str(error).splitlines()[0]
             + "; try fewer prompts, a smaller --max-new-tokens, or a smaller --dtype"
         )
+    except RuntimeError as error:
+        if "backend" not in str(error).lower():
+            raise
+        message = f"JAX cannot use the platform asked for: {error}"
     print("error: " + " ".join(message.split()), file=sys.stderr)
     return EXIT_BAD_INPUT
+
+
+_was_interrupted = False
+
+
+def _interrupt(signal_number: int, frame: object) -> None:
+    global _was_interrupted
+    _was_interrupted = True
+    raise KeyboardInterrupt
+
+
+def raise_if_interrupted() -> None:
+    """Raise KeyboardInterrupt if there was one; a library's callback may have swallowed it."""
+    if _was_interrupted:
+        raise KeyboardInterrupt
 
 
 def enable_compilation_cache() -> None:
@@ -58,5 +84,10 @@ def enable_compilation_cache() -> None:
     if "JAX_COMPILATION_CACHE_DIR" in os.environ or "JAX_ENABLE_COMPILATION_CACHE" in os.environ:
         return
     root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    jax.config.update("jax_compilation_cache_dir", str(root / "jaxspec" / "xla"))
+    folder = root / "jaxspec" / "xla"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError:
+        return
+    jax.config.update("jax_compilation_cache_dir", str(folder))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)

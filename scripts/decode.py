@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -168,14 +169,16 @@ def main(**flags: Any) -> int:
     """Continue prompts with Qwen3; speculation changes the time, not the text."""
     command.enable_compilation_cache()
     prompts = read_prompts(flags["prompt"], flags["prompt_file"], flags["prompt_ids"])
+    if flags["model"] == "":
+        raise click.UsageError("--model is empty: expected a directory or a hub id")
+    if flags["kernels"] == "triton" and jax.default_backend() != "gpu":
+        raise click.UsageError(f"--kernels triton needs a GPU, got {jax.default_backend()!r}")
     drafter = make_drafter(flags)
     platform = jax.default_backend()
     dtype = flags["dtype"] or ("float32" if platform == "cpu" else "bfloat16")
     model_path = checkpoints.BUNDLED_MODEL if flags["model"] is None else flags["model"]
     model, tokenizer = checkpoints.load(model_path, dtype=dtype)
-    prompt_ids = [
-        text.encode(tokenizer, prompt) if isinstance(prompt, str) else prompt for prompt in prompts
-    ]
+    prompt_ids = encode_prompts(tokenizer, prompts)
     config = jaxspec.GenerateConfig(
         max_new_tokens=flags["max_new_tokens"],
         max_seq_len=flags["max_seq_len"],
@@ -210,6 +213,7 @@ class Decoder:
         for generation in jaxspec.stream(
             self.model, self.prompt_ids, self.config, drafter, steps_per_chunk=steps_per_chunk
         ):
+            command.raise_if_interrupted()
             if screen:
                 screen.show(generation, show_drafts=show_drafts)
         return [
@@ -258,6 +262,8 @@ def read_prompts(
     """Return the prompts of the flags, texts or ids; a built-in one without any."""
     prompts: list[str | list[int]] = [*texts]
     for file in files:
+        if file == "-" and sys.stdin is None:
+            raise click.UsageError("--prompt-file -: standard input is closed")
         try:
             with click.open_file(file, encoding="utf-8") as stream:
                 prompts.append(stream.read())
@@ -266,13 +272,24 @@ def read_prompts(
                 f"--prompt-file {file}: expected UTF-8 text, {error.reason}"
             ) from None
     for flag in ids:
-        try:
-            prompts.append([int(part) for part in flag.replace(",", " ").split()])
-        except ValueError:
+        parts = flag.replace(",", " ").split()
+        if not all(re.fullmatch(r"-?[0-9]{1,18}", part) for part in parts):
             raise click.UsageError(
                 f"--prompt-ids {flag!r}: expected integers separated by commas or spaces"
-            ) from None
+            )
+        prompts.append([int(part) for part in parts])
     return prompts or [DEFAULT_PROMPT]
+
+
+def encode_prompts(tokenizer: Any, prompts: Sequence[str | list[int]]) -> list[list[int]]:
+    """Return the ids of every prompt; an error says which one it is about."""
+    encoded = []
+    for index, prompt in enumerate(prompts):
+        try:
+            encoded.append(text.encode(tokenizer, prompt) if isinstance(prompt, str) else prompt)
+        except ValueError as error:
+            raise ValueError(f"prompt {index}: {error}") from None
+    return encoded
 
 
 def make_drafter(flags: dict[str, Any]) -> jaxspec.Drafter:

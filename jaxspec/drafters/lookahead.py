@@ -12,7 +12,7 @@ import numpy as np
 from jaxspec.drafters import ngram_pool
 from jaxspec.drafters.ngram_pool import NgramPool
 from jaxspec.drafters.protocol import Leaf, Outcome, Proposal, current_tokens
-from jaxspec.layout import BlockLayout
+from jaxspec.layout import BlockLayout, check_num_rows
 
 
 @jax.tree_util.register_dataclass
@@ -62,6 +62,7 @@ class Lookahead:
         for name, minimum in least.items():
             if getattr(self, name) < minimum:
                 raise ValueError(f"{name}={getattr(self, name)} is not at least {minimum}")
+        check_num_rows((self.ngram_size - 1) * (self.window_size + self.num_candidates))
 
     @property
     def layout(self) -> BlockLayout:

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxspec.drafters.protocol import Outcome, Proposal, current_tokens
-from jaxspec.layout import BlockLayout
+from jaxspec.layout import BlockLayout, check_num_rows
 from pallas_kernels import find_ngram
 
 
@@ -40,6 +40,7 @@ class PromptLookup:
     def __post_init__(self) -> None:
         if self.num_draft_tokens < 1:
             raise ValueError(f"num_draft_tokens={self.num_draft_tokens} is not at least 1")
+        check_num_rows(1 + self.num_draft_tokens)
         if self.min_ngram_size < 1:
             raise ValueError(f"min_ngram_size={self.min_ngram_size} is not at least 1")
         if self.ngram_size < self.min_ngram_size:

@@ -52,6 +52,7 @@ def test_bad_calls_are_refused_before_any_work(prompts, config, message):
         ({"max_new_tokens": 0}, "max_new_tokens=0 is not at least 1"),
         ({"prefill_chunk_size": 0}, "prefill_chunk_size=0 is not at least 1"),
         ({"max_seq_len": 0}, "max_seq_len=0 is not at least 1"),
+        ({"max_new_tokens": 2**28 + 1}, "max_new_tokens=268435457 is more than 268435456"),
         ({"kernels": "cuda"}, "kernels='cuda' is none of triton, interpret, xla"),
         ({"seed": -1}, "seed=-1 is outside"),
         ({"seed": 2**32}, "seed=4294967296 is outside"),
@@ -66,6 +67,7 @@ def test_generate_config_errors(fields, message):
     "fields, message",
     [
         ({"num_draft_tokens": 0}, "num_draft_tokens=0 is not at least 1"),
+        ({"num_draft_tokens": 4096}, "block has 4097 rows, expected at most 4096"),
         ({"min_ngram_size": 0}, "min_ngram_size=0 is not at least 1"),
         ({"ngram_size": 2, "min_ngram_size": 3}, "ngram_size=2 is less than min_ngram_size=3"),
         ({"match": "best"}, "match='best' is neither first nor last"),

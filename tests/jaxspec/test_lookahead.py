@@ -209,6 +209,7 @@ def test_branches_and_window_do_not_see_each_other(model):
         ({"ngram_size": 1}, "ngram_size=1 is not at least 2"),
         ({"num_candidates": -1}, "num_candidates=-1 is not at least 0"),
         ({"pool_size": 0}, "pool_size=0 is not at least 1"),
+        ({"window_size": 2000}, "block has 8028 rows, expected at most 4096"),
     ],
 )
 def test_errors(fields, message):

@@ -7,6 +7,7 @@ import re
 
 import command
 import decode
+import jax
 import pytest
 import terminal
 
@@ -160,7 +161,20 @@ def test_a_flag_that_the_mode_does_not_read_is_named(run):
         (["--prompt-ids", ""], "prompt 0 is empty: expected at least one token"),
         (["--prompt-ids", "5,320"], "prompt 0 holds id 320, expected 0..319"),
         (["--prompt-ids", "-5"], "prompt 0 holds id -5, expected 0..319"),
-        (["--prompt", ""], "the prompt is empty"),
+        (["--prompt", ""], "prompt 0: the prompt is empty"),
+        (["--prompt", "x", "--prompt", "\udcff"], "prompt 1: the prompt is not valid UTF-8 text"),
+        (["--prompt-ids", "1_0"], "--prompt-ids '1_0': expected integers"),
+        (["--kernels", "triton"], "--kernels triton needs a GPU, got 'cpu'"),
+        (["--model", ""], "--model is empty: expected a directory or a hub id"),
+        (
+            ["--spec", "promptlookup", "--num-draft-tokens", "100000000"],
+            "block has 100000001 rows, expected at most 4096",
+        ),
+        (
+            ["--spec", "lookahead", "--num-candidates", "3000000000"],
+            "rows, expected at most 4096",
+        ),
+        (["--max-new-tokens", "3000000000"], "max_new_tokens=3000000000 is more than"),
         (["--prompt", "x", "--max-seq-len", "10"], "exceed max_seq_len=10"),
         (
             ["--spec", "promptlookup", "--ngram-size", "2", "--min-ngram-size", "3"],
@@ -229,6 +243,28 @@ def test_version_and_help(run, capsys):
     for flag, text in (("--version", __version__), ("--help", "--spec")):
         assert command.run(decode.main, [flag]) == 0
         assert text in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "error, message",
+    [
+        (MemoryError("no room for embed_tokens"), "error: no room for embed_tokens"),
+        (jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: 9 GB\nmore"), "out of memory on the"),
+        (RuntimeError("Unable to initialize backend 'cuda'"), "JAX cannot use the platform"),
+    ],
+)
+def test_what_a_machine_cannot_do_is_one_line(run, monkeypatch, error, message):
+    def fail(*args, **kwargs):
+        raise error
+
+    monkeypatch.setattr(decode.jaxspec, "stream", fail)
+    code, _, err = run("--prompt", "x")
+    assert code == 2 and message in err and err.count("\n") == 1
+
+
+def test_a_swallowed_interrupt_ends_the_next_chunk(run, monkeypatch):
+    monkeypatch.setattr(command, "_was_interrupted", True)
+    assert run("--prompt", "x")[0] == 130
 
 
 def test_interrupt_gives_130(run, monkeypatch):
