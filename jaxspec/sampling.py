@@ -10,19 +10,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int, UInt32
 
+from jaxspec.drafters.protocol import Leaf
 from jaxspec.layout import BlockLayout
-
-if TYPE_CHECKING:
-    Leaf = jax.Array
-else:
-    Leaf = Any
 
 # Thresholds tried per pass of a filter's search; 32 bits take 8 passes of 4 bits.
 _BITS_PER_PASS = 4
