@@ -238,7 +238,7 @@ def report(decoder: Decoder, flags: dict[str, Any], drafter: jaxspec.Drafter) ->
     live = flags["stream"] and not as_json
     rows = decoder.run(spec, drafter, live=live, show_drafts=flags["show_drafts"])
     if flags["compare"]:
-        # Both are timed alike: in one go, and neither as its first run, which compiles and warms up.
+        # Both are timed alike: in one go, and not as the first run, which compiles and warms up.
         decoder.run("none", jaxspec.NoDraft(), live=False)
         timed = decoder.run(spec, drafter, live=False)
         references = decoder.run("none", jaxspec.NoDraft(), live=False)
