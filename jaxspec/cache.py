@@ -5,6 +5,8 @@ Slots at or past the number of cached tokens are garbage by definition: masked, 
 
 from __future__ import annotations
 
+from typing import Literal
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,7 +14,9 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxspec.config import Qwen3Config
 from jaxspec.layout import BlockLayout
+from pallas_kernels import write_rows
 
+Kernels = Literal["triton", "interpret", "xla"] | None
 # S of a cache and T of a block's own rows meet in one signature, so the axis has no letter.
 KeyValue = tuple[Float[Array, "B K _ H"], Float[Array, "B K _ H"]]
 KVCache = tuple[KeyValue, ...]
@@ -46,6 +50,7 @@ def commit_block(
     num_cached: Int[Array, "B"],
     best_candidate: Int[Array, "B"],
     num_emitted: Int[Array, "B"],
+    kernels: Kernels = None,
 ) -> KVCache:
     """Write the K/V of the emitted tokens' rows to the slots from `num_cached` on.
 
@@ -61,32 +66,46 @@ def commit_block(
       best_candidate: index of the candidate to commit.
       num_emitted: tokens emitted in this step: as many rows are written. That the writes depend
         on it orders them after every read of the cache, so they happen in place.
+      kernels: kernel implementation, None = the best available.
     """
-    if layout.num_candidates > 1 or not layout.is_linear:
-        candidate_rows = jnp.asarray(np.asarray(layout.candidate_rows, dtype=np.int32))
-        rows = candidate_rows[best_candidate][:, None, :, None]
-        block = jax.tree.map(
-            lambda part: jnp.take_along_axis(part, rows, axis=2, mode="clip"), block
-        )
-    offset = jnp.arange(block[0][0].shape[2])[None]
-    return write_rows(cache, block, num_cached, offset < num_emitted[:, None])
+    rows = committed_rows(layout, best_candidate)
+    is_written = jnp.arange(layout.num_draft_tokens + 1)[None] < num_emitted[:, None]
+    return write_block(cache, block, num_cached, is_written, rows, kernels=kernels)
 
 
-def write_rows(
-    cache: KVCache, rows: KVCache, start: Int[Array, "B"], is_written: Bool[Array, "B T"]
+def committed_rows(
+    layout: BlockLayout, best_candidate: Int[Array, "B"]
+) -> Int[Array, "B W"] | None:
+    """Return the rows of the best candidate, the current token's first; None = all, in order."""
+    if layout.candidate_rows == (tuple(range(layout.num_rows)),):
+        return None
+    return jnp.asarray(np.asarray(layout.candidate_rows, dtype=np.int32))[best_candidate]
+
+
+def write_block(
+    cache: KVCache,
+    block: KVCache,
+    start: Int[Array, "B"],
+    is_written: Bool[Array, "B W"],
+    row_index: Int[Array, "B W"] | None = None,
+    *,
+    kernels: Kernels = None,
 ) -> KVCache:
-    """Write rows, `[B, K, T, H]` per layer, to the T slots from `start` on, where `is_written`.
+    """Write W rows of a block to the slots from `start` on, where `is_written`.
 
-    Slots past the end are dropped: a scatter and not `dynamic_update_slice`, which would clamp
-    its start and overwrite live slots.
+    Args:
+      cache: the cache.
+      block: per layer the block's own K/V, `[B, K, T, H]`.
+      start: slot of the first row; slots past the end are dropped.
+      is_written: rows to write.
+      row_index: rows of the block, None = its T rows in order.
+      kernels: kernel implementation, None = the best available.
     """
-    capacity, num_rows = cache[0][0].shape[2], rows[0][0].shape[2]
-    slots = start[:, None] + jnp.arange(num_rows)[None]
+    capacity = cache[0][0].shape[2]
+    slots = start[:, None] + jnp.arange(is_written.shape[1])[None]
     slots = jnp.where(is_written, slots, capacity)
-    batch = jnp.arange(slots.shape[0])[:, None]
-
-    def write(buffer: Float[Array, "B K S H"], new: Float[Array, "B K T H"]) -> Array:
-        new = new.swapaxes(1, 2).astype(buffer.dtype)
-        return buffer.at[batch, :, slots].set(new, mode="drop")
-
-    return jax.tree.map(write, cache, rows)
+    arrays, tree = jax.tree.flatten(cache)
+    rows = tuple(jax.tree.leaves(block))
+    return jax.tree.unflatten(
+        tree, write_rows(tuple(arrays), rows, slots, row_index, implementation=kernels)
+    )

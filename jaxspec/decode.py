@@ -10,13 +10,19 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
-from jaxspec.cache import KVCache, commit_block, init_cache, write_rows
+from jaxspec.cache import (
+    Kernels,
+    KVCache,
+    commit_block,
+    committed_rows,
+    init_cache,
+    write_block,
+)
 from jaxspec.drafters import Drafter, Outcome, Proposal
 from jaxspec.drafters.protocol import Leaf
 from jaxspec.layout import BlockLayout
@@ -32,6 +38,13 @@ from jaxspec.verify import verify
 
 GREEDY = SamplingMode()
 UNFINISHED, FINISHED_BY_EOS, FINISHED_BY_LENGTH = range(3)
+NO_END = 2**31 - 1
+# A GPU then runs the loop as one CUDA graph and does not ask the host after every step. (XLA's own
+# list, and the two that make up a loop.)
+LOOP_OPTIONS = {
+    "xla_gpu_enable_command_buffer": "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,"
+    "DYNAMIC_SLICE_FUSION,WHILE,CONDITIONAL"
+}
 
 
 @jax.tree_util.register_dataclass
@@ -103,9 +116,14 @@ def init_state(
     )
 
 
-@functools.partial(jax.jit, static_argnames=("chunk_size",), donate_argnames=("state",))
+@functools.partial(jax.jit, static_argnames=("chunk_size", "kernels"), donate_argnames=("state",))
 def prefill(
-    model: Qwen3, state: DecodeState, num_chunks: jax.Array, *, chunk_size: int
+    model: Qwen3,
+    state: DecodeState,
+    num_chunks: jax.Array,
+    *,
+    chunk_size: int,
+    kernels: Kernels = None,
 ) -> DecodeState:
     """Cache the K/V of the prompts' first `num_chunks * chunk_size` tokens; emit nothing.
 
@@ -120,13 +138,14 @@ def prefill(
         positions = jnp.minimum(start + jnp.arange(chunk_size), capacity - 1)
         block_tokens = jnp.take(state.tokens, positions, axis=1)
         num_cached = jnp.broadcast_to(start, (batch_size,))
-        _, block = model.hidden_states(block_tokens, num_cached, cache, layout)
+        _, block = model.hidden_states(block_tokens, num_cached, cache, layout, kernels)
         # Positions past the prompt are written only where all keys are finite. They are garbage
         # either way; that the writes wait for the last layer's keys orders them after every read
         # of the cache, so that they happen in place.
         is_finite = jnp.all(jnp.isfinite(block[-1][0]), axis=(1, 2, 3))
         is_known = start + jnp.arange(chunk_size)[None] < state.length[:, None] - 1
-        return write_rows(cache, block, num_cached, is_known | is_finite[:, None])
+        is_written = is_known | is_finite[:, None]
+        return write_block(cache, block, num_cached, is_written, kernels=kernels)
 
     with jax.named_scope("prefill"):
         cache = jax.lax.fori_loop(jnp.int32(0), num_chunks, cache_chunk, state.cache)
@@ -138,7 +157,7 @@ def decode_step(
     state: DecodeState,
     request: Request,
     drafter: Drafter,
-    kernels: Literal["triton", "interpret", "xla"] | None = None,
+    kernels: Kernels = None,
     mode: SamplingMode = GREEDY,
 ) -> DecodeState:
     """Feed the current token and its drafts; append the tokens that the model agrees with."""
@@ -148,7 +167,7 @@ def decode_step(
         proposal = drafter.propose(state.drafter, state.tokens, state.length)
         check_proposal(proposal, drafter, state.tokens.shape[0])
     with jax.named_scope("forward"):
-        logits, block = model(proposal.block_tokens, state.length - 1, state.cache, layout)
+        logits, block = model(proposal.block_tokens, state.length - 1, state.cache, layout, kernels)
     with jax.named_scope("sample"):
         scores = sample_scores(logits, proposal, state, request, layout, mode, num_valid)
     with jax.named_scope("verify"):
@@ -156,7 +175,7 @@ def decode_step(
             logits, proposal, layout, scores=scores, num_valid=num_valid, implementation=kernels
         )
     with jax.named_scope("commit"):
-        state, outcome = commit(state, outcome, request, layout, block)
+        state, outcome = commit(state, outcome, request, layout, block, kernels)
     with jax.named_scope("update"):
         memory = drafter.update(state.drafter, outcome, state.tokens, state.length)
     return dataclasses.replace(state, drafter=memory)
@@ -207,7 +226,12 @@ def sample_scores(
 
 
 def commit(
-    state: DecodeState, outcome: Outcome, request: Request, layout: BlockLayout, block: KVCache
+    state: DecodeState,
+    outcome: Outcome,
+    request: Request,
+    layout: BlockLayout,
+    block: KVCache,
+    kernels: Kernels = None,
 ) -> tuple[DecodeState, Outcome]:
     """Append the agreed tokens to each text, clipped at EOS, budget and capacity.
 
@@ -217,53 +241,88 @@ def commit(
       request: the call's arrays.
       layout: the block's layout.
       block: the block's own K/V, per layer.
+      kernels: kernel implementation, None = the best available.
 
     Returns:
       The new state but for the drafter's part, and the outcome with `num_emitted` clipped.
     """
     capacity = state.tokens.shape[1]
     is_active = state.finish == UNFINISHED
-    candidate_rows = jnp.asarray(np.asarray(layout.candidate_rows, dtype=np.int32))
-    emitted = jnp.take_along_axis(
-        outcome.target_tokens, candidate_rows[outcome.best_candidate], axis=1
-    )
-    offset = jnp.arange(emitted.shape[1])[None]
+    rows = committed_rows(layout, outcome.best_candidate)
+    emitted = outcome.target_tokens
+    if rows is not None:
+        emitted = jnp.take_along_axis(emitted, rows, axis=1, mode="clip")
 
-    is_eos = jnp.any(emitted[..., None] == request.eos_ids[None, None], axis=-1)
-    eos_end = jnp.min(jnp.where(is_eos, offset + 1, capacity + 1), axis=1)
+    eos_end = _first_eos_end(emitted, request.eos_ids)
     budget = request.max_new_tokens - (state.length - request.prompt_length)
     room = jnp.minimum(budget, capacity - state.length)
     num_emitted = jnp.minimum(jnp.minimum(outcome.num_accepted + 1, eos_end), room)
     num_emitted = jnp.where(is_active, num_emitted, 0)
     finish = jnp.where(num_emitted == room, FINISHED_BY_LENGTH, UNFINISHED)
     finish = jnp.where(eos_end <= num_emitted, FINISHED_BY_EOS, finish)
+    # One kernel computes these from the old counts, and the rest follows from them. Were the old
+    # counts read elsewhere too, each would be copied before it is overwritten.
+    num_emitted, length, finish, num_steps = jax.lax.optimization_barrier(
+        (
+            num_emitted,
+            state.length + num_emitted,
+            jnp.where(is_active, finish, state.finish),
+            state.num_steps + is_active.astype(jnp.int32),
+        )
+    )
+    start = length - num_emitted
 
-    is_emitted = offset < num_emitted[:, None]
-    slots = jnp.where(is_emitted, state.length[:, None] + offset, capacity)
-    rows = jnp.arange(emitted.shape[0])[:, None]
-    accepted = (offset[:, :-1] < outcome.num_accepted[:, None]) & is_emitted[:, :-1]
+    offset = jnp.arange(layout.num_draft_tokens)[None]
+    accepted = offset < jnp.minimum(outcome.num_accepted, num_emitted)[:, None]
     cache = commit_block(
         state.cache,
         block,
         layout,
-        num_cached=state.length - 1,
+        num_cached=start - 1,
         best_candidate=outcome.best_candidate,
         num_emitted=num_emitted,
+        kernels=kernels,
     )
     new_state = dataclasses.replace(
         state,
-        tokens=state.tokens.at[rows, slots].set(emitted, mode="drop"),
-        length=state.length + num_emitted,
-        finish=jnp.where(is_active, finish, state.finish),
-        num_steps=state.num_steps + is_active.astype(jnp.int32),
+        tokens=_append(state.tokens, start, emitted, num_emitted),
+        length=length,
+        finish=finish,
+        num_steps=num_steps,
         accepted_by_position=state.accepted_by_position + accepted.astype(jnp.int32),
         cache=cache,
     )
     return new_state, dataclasses.replace(outcome, num_emitted=num_emitted)
 
 
+def _first_eos_end(emitted: jax.Array, eos_ids: jax.Array) -> jax.Array:
+    """Return i32[B], the number of tokens up to the first EOS, that one included.
+
+    Far more than a text holds where there is none. Unrolled: small reductions would be kernels of
+    their own, elementwise operations join their users.
+    """
+    is_eos = functools.reduce(jnp.logical_or, [emitted == eos_id for eos_id in eos_ids])
+    end = jnp.full(emitted.shape[:1], NO_END, jnp.int32)
+    for offset in reversed(range(emitted.shape[1])):
+        end = jnp.where(is_eos[:, offset], offset + 1, end)
+    return end
+
+
+def _append(
+    tokens: jax.Array, length: jax.Array, emitted: jax.Array, num_emitted: jax.Array
+) -> jax.Array:
+    """Return the texts with the first `num_emitted` of each row's tokens written at its end."""
+    offset = jnp.arange(tokens.shape[1])[None] - length[:, None]
+    is_new = (offset >= 0) & (offset < num_emitted[:, None])
+    new = jnp.take_along_axis(emitted, jnp.clip(offset, 0, emitted.shape[1] - 1), axis=1)
+    return jnp.where(is_new, new, tokens)
+
+
 @functools.partial(
-    jax.jit, static_argnames=("drafter", "kernels", "mode"), donate_argnames=("state",)
+    jax.jit,
+    static_argnames=("drafter", "kernels", "mode"),
+    donate_argnames=("state",),
+    compiler_options=LOOP_OPTIONS,
 )
 def run_steps(
     model: Qwen3,
@@ -272,7 +331,7 @@ def run_steps(
     max_steps: jax.Array,
     *,
     drafter: Drafter,
-    kernels: Literal["triton", "interpret", "xla"] | None = None,
+    kernels: Kernels = None,
     mode: SamplingMode = GREEDY,
 ) -> DecodeState:
     """Run steps until every row is finished, `max_steps` at most.
@@ -280,13 +339,14 @@ def run_steps(
     The state is donated: the cache is updated in place. `max_steps` is an array, so a text that
     streams in chunks of steps and one that runs to its end share this compiled program.
     """
+    first_step = state.num_steps
 
-    def is_running(carry: tuple[jax.Array, DecodeState]) -> jax.Array:
-        step, state = carry
-        return (step < max_steps) & jnp.any(state.finish == UNFINISHED)
+    def is_running(state: DecodeState) -> jax.Array:
+        # An unfinished row takes part in every step, so that its count of them is the loop's.
+        is_unfinished = state.finish == UNFINISHED
+        return jnp.any(is_unfinished & (state.num_steps - first_step < max_steps))
 
-    def body(carry: tuple[jax.Array, DecodeState]) -> tuple[jax.Array, DecodeState]:
-        step, state = carry
-        return step + 1, decode_step(model, state, request, drafter, kernels, mode)
+    def body(state: DecodeState) -> DecodeState:
+        return decode_step(model, state, request, drafter, kernels, mode)
 
-    return jax.lax.while_loop(is_running, body, (jnp.int32(0), state))[1]
+    return jax.lax.while_loop(is_running, body, state)

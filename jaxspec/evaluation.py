@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import os
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
@@ -18,12 +19,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxspec.cache import KVCache, init_cache
 from jaxspec.drafters import Drafter
 from jaxspec.generation import capacity_for
 from jaxspec.layout import BlockLayout
 from jaxspec.model import Qwen3
 from jaxspec.runner import Run, Runner
 from jaxspec.stats import first_difference, first_periodic_position, settings_of
+from pallas_kernels import pre_norm
 
 # A ratio of speeds between these is no news.
 WIN, LOSS = 1.3, 0.95
@@ -31,7 +34,8 @@ WIN, LOSS = 1.3, 0.95
 LOOP_BEFORE, LOOP_TOKENS = 128, 32
 # Fewer counted tokens, or a smaller share of all, tell nothing of a speed.
 LEAST_COUNTED, LEAST_SHARE = 16, 0.25
-_GAP_ROWS = 64  # rows whose logits are held at once; every capacity is a multiple
+# Rows fed at once, and rows whose logits are held at once; every capacity is a multiple of 64.
+_CHUNK_ROWS, _GAP_ROWS = 512, 64
 
 Row = dict[str, Any]
 
@@ -74,18 +78,35 @@ def read_prompts(path: str | os.PathLike[str]) -> list[Prompt]:
 
 @jax.jit
 def _top2_gaps(model: Qwen3, tokens: jax.Array) -> jax.Array:
-    """Return f32[P], the gap between the two best logits after each token of i32[1, P]."""
+    """Return f32[P], the gap between the two best logits after each token of i32[1, P].
+
+    The text goes through a cache in chunks, so that memory grows with P and not with its square.
+    """
     capacity = tokens.shape[1]
-    hidden, _ = model.hidden_states(
-        tokens, jnp.zeros((1,), jnp.int32), None, BlockLayout.linear(capacity, has_logits=False)
-    )
+    chunk_size = math.gcd(capacity, _CHUNK_ROWS)
+    layout = BlockLayout.linear(chunk_size, has_logits=False)
+    head = BlockLayout.linear(math.gcd(chunk_size, _GAP_ROWS))
+    cache = init_cache(model.config, batch_size=1, capacity=capacity, dtype=model.dtype)
 
     def gaps(part: jax.Array) -> jax.Array:
-        logits = model.logits(part[None], BlockLayout.linear(_GAP_ROWS))[0]
+        logits = model.logits(pre_norm(part, model.norm.weight[...]), head)[0]
         best = jax.lax.top_k(logits[:, : model.config.num_valid_tokens], 2)[0]
         return best[:, 0] - best[:, 1]
 
-    return jax.lax.map(gaps, hidden.reshape(-1, _GAP_ROWS, hidden.shape[-1])).reshape(-1)
+    def chunk_gaps(cache: KVCache, chunk: tuple[jax.Array, jax.Array]) -> Any:
+        start, ids = chunk
+        rows, block = model.hidden_states(ids[None], start[None], cache, layout)
+        # Chunks divide the capacity: no slice reaches past the end, where it would be moved.
+        cache = jax.tree.map(
+            lambda old, new: jax.lax.dynamic_update_slice_in_dim(old, new, start, axis=2),
+            cache,
+            block,
+        )
+        return cache, jax.lax.map(gaps, rows.x.reshape(-1, head.num_rows, rows.x.shape[-1]))
+
+    starts = jnp.arange(0, capacity, chunk_size, dtype=jnp.int32)
+    chunks = (starts, tokens.reshape(-1, chunk_size))
+    return jax.lax.scan(chunk_gaps, cache, chunks)[1].reshape(-1)
 
 
 def top2_gaps(model: Qwen3, ids: Sequence[int], *, capacity: int | None = None) -> np.ndarray:
@@ -93,7 +114,7 @@ def top2_gaps(model: Qwen3, ids: Sequence[int], *, capacity: int | None = None) 
 
     Args:
       model: the model; its dtype is that of the forward.
-      ids: the text, fed at once.
+      ids: the text.
       capacity: tokens to pad it to, so that texts share a program; None = what fits.
     """
     tokens = np.zeros((1, capacity or capacity_for(len(ids))), np.int32)

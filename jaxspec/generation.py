@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import time
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal, cast
@@ -171,10 +172,11 @@ def _stream(
     # Zero chunks and zero steps compile the programs without running them.
     started = time.perf_counter()
     state = init_state(model, tokens, request, drafter=drafter)
-    state = prefill(model, state, jnp.int32(0), chunk_size=chunk_size)
+    fill = functools.partial(prefill, chunk_size=chunk_size, kernels=config.kernels)
+    state = fill(model, state, jnp.int32(0))
     state = jax.block_until_ready(run(state, 0))
     compiled = time.perf_counter()
-    state = prefill(model, state, jnp.int32(num_chunks), chunk_size=chunk_size)
+    state = fill(model, state, jnp.int32(num_chunks))
     state = jax.block_until_ready(state)
     prefilled = time.perf_counter()
     decode_seconds = 0.0

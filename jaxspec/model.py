@@ -6,6 +6,7 @@ arguments.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import jax
@@ -14,26 +15,29 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from jaxspec.attention import attend
-from jaxspec.cache import KeyValue, KVCache
+from jaxspec.cache import Kernels, KeyValue, KVCache
 from jaxspec.config import Qwen3Config
 from jaxspec.layout import BlockLayout
+from pallas_kernels import (
+    PreNorm,
+    block_attention,
+    linear_residual,
+    pre_norm,
+    rms_linear,
+    rms_swiglu,
+)
+from pallas_kernels.attention import norm, num_counters
+from pallas_kernels.attention import rotate as rotate
 
-
-def _einsum(spec: str, *operands: jax.Array, out_dtype: jax.typing.DTypeLike | None = None):
-    """Contract with float32 accumulation; float32 operands use full float32 products.
-
-    A GPU's default for float32 operands is TF32, which is no float32.
-    """
-    is_float32 = all(x.dtype == jnp.float32 for x in operands)
-    precision = jax.lax.Precision.HIGHEST if is_float32 else jax.lax.Precision.DEFAULT
-    return jnp.einsum(spec, *operands, precision=precision, preferred_element_type=out_dtype)
+# Products of more rows are bound by arithmetic and not by memory: they are XLA's.
+MAX_PRODUCT_ROWS, MAX_HEAD_ROWS = 128, 64
 
 
 class RMSNorm(nnx.Module):
     """Root-mean-square norm over the last axis, in the cast order of transformers.
 
     Statistics in float32, the normalised value cast back to the input's dtype, then the weight.
+    In the model's own forward the kernels around a norm apply its weight.
     """
 
     def __init__(self, width: int, *, eps: float, dtype: jax.typing.DTypeLike) -> None:
@@ -41,10 +45,7 @@ class RMSNorm(nnx.Module):
         self.eps = eps
 
     def __call__(self, x: Float[Array, "*B D"]) -> Float[Array, "*B D"]:
-        wide = x.astype(jnp.float32)
-        scale = jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + self.eps)
-        weight = self.weight[...]
-        return (wide * scale).astype(x.dtype) * weight.reshape((1,) * (x.ndim - 1) + weight.shape)
+        return norm(x, self.weight[...], self.eps)
 
 
 def rope_frequencies(config: Qwen3Config) -> np.ndarray:
@@ -82,14 +83,33 @@ def rope_tables(
     return (jnp.cos(angles) * scale).astype(dtype), (jnp.sin(angles) * scale).astype(dtype)
 
 
-def rotate(
-    x: Float[Array, "B T *heads H"], cos: Float[Array, "B T H2"], sin: Float[Array, "B T H2"]
-) -> Float[Array, "B T *heads H"]:
-    """Rotate the pairs (k, k + H/2) of every head: the half-rotation form, not interleaved."""
-    shape = cos.shape[:2] + (1,) * (x.ndim - 3) + cos.shape[2:]
-    cos, sin = cos.reshape(shape), sin.reshape(shape)
-    first, second = jnp.split(x, 2, axis=-1)
-    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+@dataclasses.dataclass(frozen=True)
+class Block:
+    """What all layers need to know of the block of rows that runs through them.
+
+    Attributes:
+      cos: `[B, T, H/2]` cosines of the rows' rotary angles.
+      sin: their sines.
+      num_cached: i32[B] live cache slots = position of row 0.
+      layout: the block's layout.
+      kernels: implementation of the kernels, None = the best available.
+    """
+
+    cos: jax.Array
+    sin: jax.Array
+    num_cached: jax.Array
+    layout: BlockLayout
+    kernels: Kernels
+
+    @property
+    def product_kernels(self) -> Kernels:
+        """Return the implementation of products with the block's rows."""
+        return product_kernels(self.kernels, self.cos.shape[0] * self.cos.shape[1])
+
+
+def product_kernels(kernels: Kernels, num_rows: int, most: int = MAX_PRODUCT_ROWS) -> Kernels:
+    """Return the implementation of a product with so many rows."""
+    return kernels if num_rows <= most else "xla"
 
 
 class Attention(nnx.Module):
@@ -110,24 +130,45 @@ class Attention(nnx.Module):
         self.o_proj = nnx.Param(out_init(rngs.params(), (kv_heads, groups, head_dim, width), dtype))
         self.q_norm = RMSNorm(head_dim, eps=config.rms_norm_eps, dtype=dtype)
         self.k_norm = RMSNorm(head_dim, eps=config.rms_norm_eps, dtype=dtype)
+        self.eps = config.rms_norm_eps
 
     def __call__(
         self,
-        x: Float[Array, "B T D"],
-        cos: Float[Array, "B T H2"],
-        sin: Float[Array, "B T H2"],
-        num_cached: Int[Array, "B"],
+        rows: PreNorm,
+        next_norm: RMSNorm,
         cache: KeyValue | None,
-        layout: BlockLayout,
-    ) -> tuple[Float[Array, "B T D"], KeyValue]:
-        """Return the attention output and the block's own keys and values, `[B, K, T, H]`."""
-        qkv = _einsum("BTD,DKXH->BTKXH", x, self.qkv_proj[...])
-        query, key, value = qkv[..., :-2, :], qkv[..., -2, :], qkv[..., -1, :]
-        query = rotate(self.q_norm(query), cos, sin)
-        key = rotate(self.k_norm(key), cos, sin)
-        block = (key.swapaxes(1, 2), value.swapaxes(1, 2))
-        out = attend(query, num_cached, layout, cache=cache, block=block)
-        return _einsum("BTKGH,KGHD->BTD", out, self.o_proj[...]), block
+        counters: jax.Array | None,
+        block: Block,
+    ) -> tuple[PreNorm, KeyValue, jax.Array | None]:
+        """Return the residual stream after attention, the block's own K/V, and the counters."""
+        weight, batch_size = self.qkv_proj[...], block.num_cached.shape[0]
+        width, *heads = weight.shape
+        qkv = rms_linear(
+            rows, weight.reshape(width, -1), eps=self.eps, implementation=block.product_kernels
+        )
+        cache_key, cache_value = cache or (None, None)
+        out, key, value, counters = block_attention(
+            qkv.reshape(batch_size, -1, *heads),
+            block.cos,
+            block.sin,
+            self.q_norm.weight[...],
+            self.k_norm.weight[...],
+            cache_key,
+            cache_value,
+            block.num_cached,
+            counters,
+            mask=None if block.layout.is_linear else block.layout.packed_mask,
+            eps=self.eps,
+            implementation=block.kernels,
+        )
+        rows = linear_residual(
+            out.reshape(qkv.shape[0], -1),
+            self.o_proj[...].reshape(-1, width),
+            rows.x,
+            next_norm.weight[...],
+            implementation=block.product_kernels,
+        )
+        return rows, (key, value), counters
 
 
 class FeedForward(nnx.Module):
@@ -139,11 +180,19 @@ class FeedForward(nnx.Module):
         out_init = nnx.initializers.normal(0.02 / math.sqrt(2 * config.num_hidden_layers))
         self.gate_up_proj = nnx.Param(init(rngs.params(), (width, 2, inner), dtype))
         self.down_proj = nnx.Param(out_init(rngs.params(), (inner, width), dtype))
+        self.eps = config.rms_norm_eps
 
-    def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
-        gate_up = _einsum("BTD,DXF->BTXF", x, self.gate_up_proj[...])
-        hidden = jax.nn.silu(gate_up[..., 0, :]) * gate_up[..., 1, :]
-        return _einsum("BTF,FD->BTD", hidden, self.down_proj[...])
+    def __call__(self, rows: PreNorm, next_norm: RMSNorm, block: Block) -> PreNorm:
+        """Return the residual stream after the feed-forward part."""
+        kernels = block.product_kernels
+        hidden = rms_swiglu(rows, self.gate_up_proj[...], eps=self.eps, implementation=kernels)
+        return linear_residual(
+            hidden,
+            self.down_proj[...],
+            rows.x,
+            next_norm.weight[...],
+            implementation=kernels,
+        )
 
 
 class DecoderLayer(nnx.Module):
@@ -158,20 +207,19 @@ class DecoderLayer(nnx.Module):
 
     def __call__(
         self,
-        x: Float[Array, "B T D"],
-        cos: Float[Array, "B T H2"],
-        sin: Float[Array, "B T H2"],
-        num_cached: Int[Array, "B"],
+        rows: PreNorm,
+        next_norm: RMSNorm,
         cache: KeyValue | None,
-        layout: BlockLayout,
-    ) -> tuple[Float[Array, "B T D"], KeyValue]:
+        counters: jax.Array | None,
+        block: Block,
+    ) -> tuple[PreNorm, KeyValue, jax.Array | None]:
+        """Return the residual stream ready for the next norm, the block's K/V, the counters."""
         with jax.named_scope("attention"):
-            normed = self.input_layernorm(x)
-            attended, kv = self.self_attn(normed, cos, sin, num_cached, cache, layout)
-            x = x + attended
+            rows, kv, counters = self.self_attn(
+                rows, self.post_attention_layernorm, cache, counters, block
+            )
         with jax.named_scope("feed_forward"):
-            x = x + self.mlp(self.post_attention_layernorm(x))
-        return x, kv
+            return self.mlp(rows, next_norm, block), kv, counters
 
 
 class Qwen3(nnx.Module):
@@ -217,6 +265,7 @@ class Qwen3(nnx.Module):
         num_cached: Int[Array, "B"],
         cache: KVCache | None,
         layout: BlockLayout,
+        kernels: Kernels = None,
     ) -> tuple[Float[Array, "B R V"], KVCache]:
         """Run one block of rows through the model.
 
@@ -225,13 +274,14 @@ class Qwen3(nnx.Module):
           num_cached: live cache slots per row of the batch = position of the block's row 0.
           cache: the KV cache, or None: the block is then all there is to see.
           layout: positions, visibility and logit rows of the block.
+          kernels: implementation of the kernels, None = the best available.
 
         Returns:
           The float32 logits of the layout's R `logit_rows`, and per layer the block's own keys
           and values, `[B, K, T, H]`. The cache is only read; `jaxspec.cache` writes it.
         """
-        hidden, kv = self.hidden_states(block_tokens, num_cached, cache, layout)
-        return self.logits(hidden, layout), kv
+        rows, kv = self.hidden_states(block_tokens, num_cached, cache, layout, kernels)
+        return self.logits(rows, layout, kernels), kv
 
     def hidden_states(
         self,
@@ -239,23 +289,45 @@ class Qwen3(nnx.Module):
         num_cached: Int[Array, "B"],
         cache: KVCache | None,
         layout: BlockLayout,
-    ) -> tuple[Float[Array, "B T D"], KVCache]:
-        """Return the last layer's output before the final norm, and the block's K/V."""
+        kernels: Kernels = None,
+    ) -> tuple[PreNorm, KVCache]:
+        """Return the last layer's output, one row per token of the block, and the block's K/V."""
         table = self.embed_tokens[...]
         x = table[jnp.clip(block_tokens, 0, self.config.vocab_size - 1)]
         positions = num_cached[:, None] + jnp.asarray(layout.depth, jnp.int32)[None]
         cos, sin = rope_tables(self.config, positions, x.dtype)
+        block = Block(cos, sin, num_cached, layout, kernels)
+        norms = [layer.input_layernorm for layer in self.layers] + [self.norm]
+        rows = pre_norm(x.reshape(-1, x.shape[-1]), norms[0].weight[...])
+        heads = self.config.num_key_value_heads, self.config.num_query_groups + 2
+        qkv_shape = (*block_tokens.shape, *heads, self.config.head_dim)
+        counters: jax.Array | None = jnp.zeros((num_counters(qkv_shape),), jnp.int32)
         kv = []
         for index, layer in enumerate(self.layers):
             layer_cache = None if cache is None else cache[index]
-            x, layer_kv = layer(x, cos, sin, num_cached, layer_cache, layout)
+            rows, layer_kv, counters = layer(rows, norms[index + 1], layer_cache, counters, block)
             kv.append(layer_kv)
-        return x, tuple(kv)
+        return rows, tuple(kv)
 
-    def logits(self, hidden: Float[Array, "B T D"], layout: BlockLayout) -> Float[Array, "B R V"]:
+    def logits(
+        self, rows: PreNorm, layout: BlockLayout, kernels: Kernels = None
+    ) -> Float[Array, "B R V"]:
         """Return float32 logits of the layout's logit rows."""
+        batch_size = rows.x.shape[0] // layout.num_rows
         if len(layout.logit_rows) < layout.num_rows:
-            hidden = hidden[:, np.asarray(layout.logit_rows, dtype=np.int32)]
+            first = np.arange(batch_size)[:, None] * layout.num_rows
+            chosen = (first + np.asarray(layout.logit_rows)).reshape(-1)
+            rows = PreNorm(
+                rows.x[chosen], rows.norm_weight, rows.scaled[chosen], rows.sum_squares[chosen]
+            )
         head = self.embed_tokens if self.lm_head is None else self.lm_head
         with jax.named_scope("lm_head"):
-            return _einsum("BRD,VD->BRV", self.norm(hidden), head[...], out_dtype=jnp.float32)
+            logits = rms_linear(
+                rows,
+                head[...],
+                eps=self.config.rms_norm_eps,
+                transposed=True,
+                out_dtype=jnp.float32,
+                implementation=product_kernels(kernels, rows.x.shape[0], MAX_HEAD_ROWS),
+            )
+        return logits.reshape(batch_size, -1, logits.shape[-1])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -109,7 +110,8 @@ class Runner:
             self.config, capacity=self.capacity, longest_prompt=len(self.prompts[index])
         )
         state = init_state(self.model, tokens, request, drafter=NoDraft())
-        return prefill(self.model, state, jnp.int32(num_chunks), chunk_size=chunk_size).cache
+        fill = functools.partial(prefill, chunk_size=chunk_size, kernels=self.config.kernels)
+        return fill(self.model, state, jnp.int32(num_chunks)).cache
 
 
 def _to_run(state: DecodeState, prompt_length: int, seconds: float) -> Run:

@@ -51,9 +51,8 @@ def verify(
     candidate_rows = tuple(
         tuple(logit_index[row] for row in rows) for rows in layout.candidate_rows
     )
-    draft_rows = np.asarray([rows[1:] for rows in layout.candidate_rows], dtype=np.int32)
     targets, num_accepted, best_candidate = verify_greedy(
-        proposal.block_tokens[:, draft_rows],
+        _draft_tokens(proposal.block_tokens, layout),
         proposal.num_draft,
         values.reshape(batch_size, num_logit_rows, -1),
         indices.reshape(batch_size, num_logit_rows, -1),
@@ -75,10 +74,27 @@ def verify(
     )
 
 
+def _draft_tokens(block_tokens: Int[Array, "B T"], layout: BlockLayout) -> Int[Array, "B C M"]:
+    """Return each candidate's draft tokens.
+
+    Mostly they stand side by side: a slice, which compiles to nothing where the drafter has
+    joined the block from the current token and the drafts.
+    """
+    rows = np.asarray([rows[1:] for rows in layout.candidate_rows], dtype=np.int32)
+    first = int(rows.flat[0]) if rows.size else 0
+    if np.array_equal(rows.ravel(), np.arange(first, first + rows.size)):
+        drafts = block_tokens[:, first : first + rows.size]
+        return drafts.reshape(block_tokens.shape[0], *rows.shape)
+    return block_tokens[:, rows]
+
+
 def _at_logit_rows(token_ids: Int[Array, "B R"], layout: BlockLayout) -> Int[Array, "B T"]:
-    """Return the ids of the logit rows at their places in the block, -1 elsewhere."""
+    """Return the ids of the logit rows at their places in the block, -1 elsewhere.
+
+    A gather, which joins the kernels of its users; a scatter would be two of its own.
+    """
     if len(layout.logit_rows) == layout.num_rows:
         return token_ids
-    rows = np.asarray(layout.logit_rows, dtype=np.int32)
-    everywhere = jnp.full((token_ids.shape[0], layout.num_rows), -1, jnp.int32)
-    return everywhere.at[:, rows].set(token_ids)
+    is_logit_row = np.isin(np.arange(layout.num_rows), layout.logit_rows)
+    index = np.maximum(np.cumsum(is_logit_row) - 1, 0)
+    return jnp.where(jnp.asarray(is_logit_row)[None], token_ids[:, index], -1)

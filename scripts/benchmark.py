@@ -2,13 +2,13 @@
 
 `python scripts/benchmark.py kernels` times every op of pallas_kernels at real sizes against its
 XLA form, and against the time that the device needs to copy as many bytes.
-`python scripts/benchmark.py decode` compares the drafters on prompts. Each measurement prints one
-JSON line; a table follows.
+`python scripts/benchmark.py step` times a decode step of the published model sizes, and what is
+around it. `python scripts/benchmark.py decode` compares the drafters on prompts, and
+`python scripts/benchmark.py exactness` their tokens. Each measurement prints one JSON line; a table
+follows.
 """
 
-import statistics
 import sys
-import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from importlib import import_module
@@ -21,7 +21,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from benchmark_decode import decode
+from benchmark_exactness import exactness
+from benchmark_step import step
 from device_time import device_time, launch_gap
+from rates import measure_copy_rate
 from reporting import machine, report
 
 import jaxspec
@@ -50,6 +53,8 @@ def main() -> None:
 
 
 main.add_command(decode)
+main.add_command(step)
+main.add_command(exactness)
 
 
 @main.command()
@@ -86,19 +91,6 @@ def kernels(out: str | None, ops: tuple[str, ...], sweep: bool, smoke: bool) -> 
                 rows.append(row)
                 report(row | where, out)
     print_table(rows)
-
-
-def measure_copy_rate(num_bytes: int, num_runs: int = 9) -> float:
-    """Return bytes per second, read and written, of a copy on the device."""
-    copy = jax.jit(jnp.copy)
-    array = jnp.ones((num_bytes // 4,), jnp.float32)
-    jax.block_until_ready(copy(array))
-    seconds = []
-    for _ in range(num_runs):
-        start = time.perf_counter()
-        jax.block_until_ready(copy(array))
-        seconds.append(time.perf_counter() - start)
-    return 2 * array.nbytes / statistics.median(seconds)
 
 
 def cases_of(name: str, smoke: bool) -> list[Any]:

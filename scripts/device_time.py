@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+
+Row = dict[str, Any]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,8 +36,18 @@ class DeviceTime:
         return self.busy_us + self.num_launches * gap_us
 
 
-def events(trace: Path) -> list[tuple[str, float]]:
-    """Return (name, microseconds) of everything that GPUs ran during a trace."""
+@dataclasses.dataclass(frozen=True)
+class Event:
+    """One kernel or copy that a GPU ran: its name, its HLO operation, when and how long."""
+
+    name: str
+    op: str
+    start_us: float
+    us: float
+
+
+def events(trace: Path) -> list[Event]:
+    """Return everything that GPUs ran during a trace, in the order of their starts."""
     found = []
     for path in trace.rglob("*.xplane.pb"):
         for plane in jax.profiler.ProfileData.from_file(str(path)).planes:
@@ -42,8 +55,55 @@ def events(trace: Path) -> list[tuple[str, float]]:
                 continue
             for line in plane.lines:
                 if line.name.startswith("Stream"):
-                    found += [(event.name, event.duration_ns / 1e3) for event in line.events]
-    return found
+                    found += [_event(event) for event in line.events]
+    return sorted(found, key=lambda event: event.start_us)
+
+
+def _event(event: Any) -> Event:
+    op = next((str(value) for name, value in event.stats or () if name == "hlo_op"), "")
+    return Event(event.name, op, event.start_ns / 1e3, event.duration_ns / 1e3)
+
+
+@contextlib.contextmanager
+def trace() -> Iterator[list[Event]]:
+    """Yield a list that holds, after the block, what GPUs ran in it."""
+    found: list[Event] = []
+    with tempfile.TemporaryDirectory() as folder:
+        with jax.profiler.trace(folder):
+            yield found
+        found += events(Path(folder))
+
+
+def kernel_table(found: Sequence[Event], num_steps: int) -> tuple[dict[str, float], list[Row]]:
+    """Return what a step costs in all, and by kernel, the most expensive first.
+
+    Kernels of one name are one row. Busy time is what at least one kernel runs; a gap is the time
+    after a kernel until the next one starts, and belongs to the former. Times are microseconds a
+    step, `us_each` and its bounds those of one kernel.
+    """
+    groups: dict[str, list[tuple[Event, float]]] = {}
+    busy, end = 0.0, found[0].start_us
+    for event, following in zip(found, [*found[1:], None], strict=True):
+        busy += max(event.start_us + event.us - max(event.start_us, end), 0.0)
+        end = max(end, event.start_us + event.us)
+        gap = max(following.start_us - end, 0.0) if following else 0.0
+        groups.setdefault(event.name, []).append((event, gap))
+    wall = end - found[0].start_us
+    rows: list[Row] = []
+    for name, members in groups.items():
+        times = [event.us for event, _ in members]
+        row: Row = {"kernel": name, "op": members[0][0].op}
+        row |= {"count": len(times) / num_steps, "us_per_step": sum(times) / num_steps}
+        row |= {"us_each": statistics.median(times), "us_min": min(times), "us_max": max(times)}
+        rows.append(row | {"gap_us_per_step": sum(gap for _, gap in members) / num_steps})
+    rows.sort(key=lambda row: -row["us_per_step"])
+    total = {
+        "wall_us": wall,
+        "busy_us": busy,
+        "gap_us": wall - busy,
+        "kernels_per_step": len(found),
+    }
+    return {name: value / num_steps for name, value in total.items()}, rows
 
 
 def device_time(function: Callable[..., Any], *args: Any, num_calls: int = 20) -> DeviceTime:
@@ -64,8 +124,8 @@ def device_time(function: Callable[..., Any], *args: Any, num_calls: int = 20) -
     if not found:
         return DeviceTime(seconds / num_calls * 1e6, 1.0, {})
     kernels: dict[str, float] = {}
-    for name, us in found:
-        kernels[name] = kernels.get(name, 0.0) + us / num_calls
+    for event in found:
+        kernels[event.name] = kernels.get(event.name, 0.0) + event.us / num_calls
     return DeviceTime(sum(kernels.values()), len(found) / num_calls, kernels)
 
 

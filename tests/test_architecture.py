@@ -20,7 +20,6 @@ ORDER = (
     "config",
     "layout",
     "cache",
-    "attention",
     "model",
     "drafters",
     "sampling",

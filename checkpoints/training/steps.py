@@ -13,7 +13,7 @@ import optax
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from jaxspec.model import Attention, Qwen3, rope_tables, rotate
+from jaxspec.model import Attention, FeedForward, Qwen3, rope_tables, rotate
 
 AttentionName = Literal["cudnn", "xla"]
 
@@ -90,7 +90,7 @@ def hidden_states(
     for index, layer in enumerate(model.layers):
         attended = _attend(layer.self_attn, layer.input_layernorm(x), cos, sin, attention)
         x = x + _drop(attended, dropout, keys[2 * index])
-        fed = layer.mlp(layer.post_attention_layernorm(x))
+        fed = _feed_forward(layer.mlp, layer.post_attention_layernorm(x))
         x = x + _drop(fed, dropout, keys[2 * index + 1])
     return x
 
@@ -114,6 +114,12 @@ def _attend(
         attend = jax.checkpoint(attend)
     out = attend(heads, key, qkv[..., -1, :]).reshape(query.shape)
     return jnp.einsum("BTKGH,KGHD->BTD", out, module.o_proj[...])
+
+
+def _feed_forward(module: FeedForward, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+    both = jnp.einsum("BTD,DXF->BTXF", x, module.gate_up_proj[...])
+    hidden = jax.nn.silu(both[..., 0, :]) * both[..., 1, :]
+    return jnp.einsum("BTF,FD->BTD", hidden, module.down_proj[...])
 
 
 def _drop(x: jax.Array, rate: float, key: jax.Array | None) -> jax.Array:

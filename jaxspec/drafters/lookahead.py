@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -50,12 +51,14 @@ class Lookahead:
       ngram_size: tokens of an n-gram (N), the current token included, >= 2.
       num_candidates: n-grams verified a step (G), >= 0; with 0 nothing is ever accepted.
       pool_size: n-grams kept per row; the least recently seen are forgotten first.
+      kernels: implementation of the pool, None = the call's.
     """
 
     window_size: int = 7
     ngram_size: int = 5
     num_candidates: int = 7
     pool_size: int = 4096
+    kernels: Literal["triton", "interpret", "xla"] | None = None
 
     def __post_init__(self) -> None:
         least = {"window_size": 1, "ngram_size": 2, "num_candidates": 0, "pool_size": 1}
@@ -91,16 +94,20 @@ class Lookahead:
         window = state.window.reshape(batch_size, -1)
         if not self.num_candidates:
             return Proposal(window, jnp.zeros((batch_size, 1), jnp.int32))
-        grams, is_found = ngram_pool.lookup(
-            state.pool, current_tokens(tokens, length), num_candidates=self.num_candidates
+        grams, num_draft = ngram_pool.lookup(
+            state.pool,
+            current_tokens(tokens, length),
+            num_candidates=self.num_candidates,
+            kernels=self.kernels,
         )
         block_tokens = jnp.concatenate([window, grams.reshape(batch_size, -1)], axis=1)
-        return Proposal(block_tokens, jnp.where(is_found, self.ngram_size - 1, 0))
+        return Proposal(block_tokens, num_draft)
 
     def update(
         self, state: LookaheadState, outcome: Outcome, tokens: jax.Array, length: jax.Array
     ) -> LookaheadState:
         """Return the window moved on by one level and the pool with what the step showed."""
+        batch_size = length.shape[0]
         num_levels, num_columns = self.ngram_size - 1, self.window_size
         is_active = outcome.num_emitted > 0
         first_guess_row = (num_levels - 1) * num_columns
@@ -109,17 +116,15 @@ class Lookahead:
         harvest = jnp.concatenate([state.window, guesses[:, None]], axis=1).swapaxes(1, 2)
         is_harvest = (state.num_steps >= num_levels - 1) & is_active
         text_grams, is_text_gram = self._emitted_grams(outcome, tokens, length)
-        pool = ngram_pool.insert(
-            state.pool,
-            jnp.concatenate([harvest, text_grams], axis=1),
-            jnp.concatenate(
-                [jnp.tile(is_harvest[:, None], (1, num_columns)), is_text_gram], axis=1
-            ),
-        )
-        window = jnp.concatenate([state.window[:, 1:], guesses[:, None]], axis=1)
-        window = window.at[:, 0, 0].set(current_tokens(tokens, length))
+        # What follows reads the old window from here only: so it is overwritten without a copy.
+        grams = jax.lax.optimization_barrier(jnp.concatenate([harvest, text_grams], axis=1))
+        is_harvest = jnp.broadcast_to(is_harvest[:, None], (batch_size, num_columns))
+        is_gram = jnp.concatenate([is_harvest, is_text_gram], axis=1)
+        pool = ngram_pool.insert(state.pool, grams, is_gram, kernels=self.kernels)
+        columns = grams[:, :num_columns].swapaxes(1, 2)
+        window = columns[:, 1:].at[:, 0, 0].set(current_tokens(tokens, length))
         return LookaheadState(
-            window=jnp.where(is_active[:, None, None], window, state.window),
+            window=jnp.where(is_active[:, None, None], window, columns[:, :-1]),
             pool=pool,
             num_steps=state.num_steps + is_active.astype(jnp.int32),
         )

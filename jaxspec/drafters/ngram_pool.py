@@ -7,11 +7,15 @@ if the dictionary held `pool_size` n-grams in all and forgot the least recently 
 from __future__ import annotations
 
 import dataclasses
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
 
 from jaxspec.drafters.protocol import Leaf
+from pallas_kernels import insert_ngrams, lookup_ngrams
+
+Kernels = Literal["triton", "interpret", "xla"] | None
 
 
 @jax.tree_util.register_dataclass
@@ -77,53 +81,37 @@ def _has_later_copy(grams: jax.Array, is_gram: jax.Array) -> jax.Array:
     return jnp.zeros_like(is_gram).at[rows, position].set(is_same, unique_indices=True)
 
 
-def lookup(pool: NgramPool, key: jax.Array, *, num_candidates: int) -> tuple[jax.Array, jax.Array]:
+def lookup(
+    pool: NgramPool, key: jax.Array, *, num_candidates: int, kernels: Kernels = None
+) -> tuple[jax.Array, jax.Array]:
     """Return the most recently seen n-grams that start with a key.
 
     Args:
       pool: the pool.
       key: i32[B] first tokens.
       num_candidates: G, n-grams to return.
+      kernels: implementation, None = the best available.
 
     Returns:
-      i32[B, G, N-1], the n-grams without the key, most recent first, and bool[B, G], which of
-      them exist. Those that do not hold any id.
+      i32[B, G, N-1], the n-grams without the key, most recent first, any ids where there is none;
+      and i32[B, G], the tokens of each, 0 where there is none.
     """
-    num_found = min(num_candidates, pool.seen.shape[1])
-    is_match = pool.grams[..., 0] == key[:, None]
-    best, entry = jax.lax.top_k(jnp.where(is_match, pool.seen, 0), num_found)
-    grams = jnp.take_along_axis(pool.grams, entry[..., None], axis=1, mode="clip")[..., 1:]
-    padding = ((0, 0), (0, num_candidates - num_found))
-    return jnp.pad(grams, (*padding, (0, 0))), jnp.pad(best > 0, padding)
+    return lookup_ngrams(
+        pool.grams, pool.seen, key, num_candidates=num_candidates, implementation=kernels
+    )
 
 
-def insert(pool: NgramPool, grams: jax.Array, is_gram: jax.Array) -> NgramPool:
+def insert(
+    pool: NgramPool, grams: jax.Array, is_gram: jax.Array, *, kernels: Kernels = None
+) -> NgramPool:
     """Add n-grams as the most recently seen ones; copies seen before are dropped.
 
     Args:
       pool: the pool.
       grams: i32[B, n, N], oldest first; n is small.
       is_gram: bool[B, n], which of them to add.
+      kernels: implementation, None = the best available.
     """
-    num_grams = grams.shape[1]
-    is_old_copy = jnp.any(
-        jnp.all(pool.grams[:, :, None] == grams[:, None], axis=-1) & is_gram[:, None], axis=-1
-    )
-    seen = jnp.where(is_old_copy, 0, pool.seen)
-    is_same = jnp.all(grams[:, :, None] == grams[:, None], axis=-1) & is_gram[:, None]
-    is_later = jnp.arange(num_grams)[:, None] < jnp.arange(num_grams)[None]
-    is_kept = is_gram & ~jnp.any(is_same & is_later[None], axis=-1)
-    # The latest of them takes the place of the least recently seen entry, and so on; what does
-    # not fit is older than all of these.
-    num_free = min(num_grams, seen.shape[1])
-    _, free = jax.lax.top_k(-seen, num_free)
-    rank = jnp.sum(is_kept[:, None] & is_later[None], axis=-1, dtype=jnp.int32)
-    entry = jnp.take_along_axis(free, jnp.minimum(rank, num_free - 1), axis=1)
-    entry = jnp.where(is_kept & (rank < num_free), entry, seen.shape[1])
-    now = pool.clock[:, None] + 1 + jnp.arange(num_grams)[None]
-    rows = jnp.arange(grams.shape[0])[:, None]
     return NgramPool(
-        grams=pool.grams.at[rows, entry].set(grams, mode="drop"),
-        seen=seen.at[rows, entry].set(now, mode="drop"),
-        clock=pool.clock + jnp.where(jnp.any(is_gram, axis=1), num_grams, 0),
+        *insert_ngrams(pool.grams, pool.seen, pool.clock, grams, is_gram, implementation=kernels)
     )

@@ -43,9 +43,11 @@ def compiled(request):
 def test_the_loop_runs_the_triton_kernels(compiled):
     drafter, _, loop, _ = compiled
     hlo = loop.as_text()
-    names = ["_argmax_partial_kernel", "_verify_greedy_kernel"]
+    names = ["_argmax_partial_kernel", "_verify_greedy_kernel", "_write_rows_kernel"]
     if isinstance(drafter, PromptLookup):
         names.append("_find_ngram")
+    if isinstance(drafter, Lookahead):
+        names += ["_lookup_ngrams_kernel", "_insert_ngrams_kernel"]
     for name in names:
         assert name in hlo
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import checkpoints
-from jaxspec.cache import commit_block, init_cache, write_rows
+from jaxspec.cache import commit_block, init_cache, write_block
 from jaxspec.config import Qwen3Config, YarnScaling
 from jaxspec.layout import BlockLayout
 from jaxspec.model import Qwen3, rope_frequencies, rope_tables, rotate
@@ -58,7 +58,7 @@ def forward(model, block_tokens, num_cached, cache, layout):
 
 
 append = jax.jit(
-    lambda cache, rows, start: write_rows(
+    lambda cache, rows, start: write_block(
         cache, rows, start, jnp.ones((start.shape[0], rows[0][0].shape[2]), bool)
     )
 )

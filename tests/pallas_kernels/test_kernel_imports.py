@@ -32,5 +32,15 @@ def test_imports(path):
 
 
 def test_public_names():
-    names = ["argmax", "argmax_partial", "argmax_reduce", "find_ngram", "verify_greedy"]
+    names = [
+        "argmax",
+        "argmax_partial",
+        "argmax_reduce",
+        "block_attention",
+        "find_ngram",
+        "insert_ngrams",
+        "lookup_ngrams",
+        "verify_greedy",
+        "write_rows",
+    ]
     assert pallas_kernels.__all__ == names

@@ -11,8 +11,9 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import AbstractDevice, AbstractMesh
 
-from pallas_kernels import argmax, find_ngram, verify_greedy
+from pallas_kernels import argmax, block_attention, find_ngram, verify_greedy
 from pallas_kernels.argmax import cases as argmax_cases
+from pallas_kernels.attention import cases as attention_cases
 from pallas_kernels.find_ngram import cases as find_ngram_cases
 from pallas_kernels.verify_greedy import cases as verify_greedy_cases
 
@@ -22,6 +23,7 @@ OPS = [
         (find_ngram, find_ngram_cases.CASES),
         (argmax, argmax_cases.CASES),
         (verify_greedy, verify_greedy_cases.CASES),
+        (block_attention, attention_cases.CASES),
     )
     for case in cases
 ]
@@ -43,6 +45,9 @@ def expected_kernels(op, case):
     if op is argmax:
         one_part = case.num_columns <= 2048
         return ["_argmax_partial_kernel"] + ["_argmax_reduce_kernel"] * (not one_part)
+    if op is block_attention:
+        is_prefill = case.num_rows > 128 and case.num_candidates == 0
+        return ["_prefill_kernel" if is_prefill else "_attention_kernel"]
     return ["_verify_greedy_kernel"]
 
 

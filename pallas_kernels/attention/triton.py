@@ -1,0 +1,524 @@
+"""Pallas Triton form of block_attention.
+
+Decoding is one launch: programs split the keys of a kv head among them (flash-decoding), and the
+last one to arrive combines their partial results. Keys fall into tiles by their position in the
+text, cached or not, and tiles into splits, so a row's result has the same bits whatever block it
+is part of, and only tiles with live keys cost anything. A long block that continues the text
+(prefill) is normed and rotated by XLA and has enough rows to keep a GPU busy without splits.
+"""
+
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plt
+from jaxtyping import Float, Int
+
+from pallas_kernels.attention.reference import mask_array, precision_of, split_qkv
+
+LOG2_E = 1.4426950408889634
+# Blocks that continue the text: up to so many rows give bits that do not depend on the width, and
+# from more than so many rows on it is prefill.
+NARROW_ROWS, PREFILL_ROWS = 16, 128
+# Programs that fill the device once, and the most parts to split the keys of one into.
+NUM_PROGRAMS, MAX_SPLITS = 128, 32
+
+
+class Tiles(NamedTuple):
+    """Query rows and keys of a program's matrix products, and how it is compiled."""
+
+    rows: int
+    keys: int
+    num_warps: int
+    num_stages: int
+
+
+# By the kind of block, and whether products are full f32, which run on no tensor core. Query rows
+# are the short side of the products: their number changes no bits.
+TILES = {
+    ("short", False): Tiles(16, 128, 8, 2),
+    ("narrow", False): Tiles(32, 128, 8, 3),
+    ("wide", False): Tiles(32, 128, 8, 2),
+    ("prefill", False): Tiles(128, 64, 8, 3),
+    ("short", True): Tiles(16, 16, 8, 2),
+    ("narrow", True): Tiles(16, 16, 8, 2),
+    ("wide", True): Tiles(32, 16, 8, 2),
+    ("prefill", True): Tiles(16, 32, 8, 2),
+}
+# Caches up to so many slots, and so many query rows of a kv head, are "short": latency counts for
+# more than reading keys once.
+SHORT_CAPACITY, SHORT_ROWS = 8192, 32
+# Splits that are combined at a time.
+COMBINED_SPLITS = 4
+# Keys of the block that are normed and rotated at a time.
+WRITE_TILE = 64
+
+
+class _Block(NamedTuple):
+    """Static arguments of a decoding call."""
+
+    num_rows: int
+    kv_heads: int
+    groups: int
+    head_dim: int
+    row_tile: int
+    key_tile: int
+    num_splits: int
+    combined_splits: int
+    write_tile: int
+    has_mask: bool
+    eps: float
+    precision: jax.lax.Precision
+    interpret: bool
+
+    @property
+    def scale(self) -> float:
+        """Factor of the scores, for powers of two."""
+        return self.head_dim**-0.5 * LOG2_E
+
+
+def _product(x, y, precision, contracting):
+    """Multiply two matrices over one axis of each, with f32 accumulation."""
+    contract = tuple((axis,) for axis in contracting)
+    return jax.lax.dot_general(
+        x, y, (contract, ((), ())), precision=precision, preferred_element_type=jnp.float32
+    )
+
+
+def _norm_rotate(x, partner, cos, sin, weight_ref, eps):
+    """Norm and rotate heads; `partner` holds, for each entry, the other one of its pair.
+
+    Rounds as the reference does.
+    """
+    dtype, width = x.dtype, x.shape[1]
+
+    def rounded(x):
+        return x.astype(dtype).astype(jnp.float32)
+
+    column = jnp.arange(width, dtype=jnp.int32)
+    is_low = column < width // 2
+    other = jnp.where(is_low, column + width // 2, column - width // 2)
+    weight = weight_ref[column].astype(jnp.float32)[None]
+    other_weight = weight_ref[other].astype(jnp.float32)[None]
+    x, partner, cos, sin = (part.astype(jnp.float32) for part in (x, partner, cos, sin))
+    scale = jax.lax.rsqrt(jnp.sum(x * x, axis=1) / width + eps)[:, None]
+    x = rounded(rounded(x * scale) * weight)
+    partner = rounded(rounded(partner * scale) * other_weight)
+    turned = rounded(partner * sin)
+    return (rounded(x * cos) + jnp.where(is_low[None], -turned, turned)).astype(dtype)
+
+
+def _accumulate(state, scores, value, scale, precision):
+    """Add a tile of keys to a running softmax. Invisible keys have a score of -inf.
+
+    Keys are the long side of the products and query rows the short one: [keys, rows] scores,
+    [H, rows] sums. Weights are summed key by key, and over the keys of a tile only at the end.
+    """
+    best, total, out = state
+    new_best = jnp.maximum(best, jnp.max(scores, axis=0))
+    # Rows that have seen no key yet.
+    base = jnp.where(new_best == -jnp.inf, 0.0, new_best)
+    # Scaled after the difference: nothing here can be contracted in two ways, so that every
+    # kernel rounds alike.
+    weights = jnp.exp2((scores - base[None]) * scale)
+    decay = jnp.exp2((best - base) * scale)[None]
+    product = _product(value, weights.astype(value.dtype), precision, (0, 0))
+    return new_best, total * decay + weights, out * decay + product
+
+
+def _attention_kernel(
+    qkv_ref,
+    cos_ref,
+    sin_ref,
+    q_norm_ref,
+    k_norm_ref,
+    cache_key_ref,
+    cache_value_ref,
+    num_cached_ref,
+    mask_ref,
+    _,
+    out_ref,
+    key_ref,
+    value_ref,
+    best_ref,
+    total_ref,
+    part_ref,
+    counter_ref,
+    *,
+    block,
+):
+    tile, split, program = pl.program_id(0), pl.program_id(1), pl.program_id(2)
+    batch = jax.lax.div(program, jnp.int32(block.kv_heads))
+    head = jax.lax.rem(program, jnp.int32(block.kv_heads))
+    unit = program * pl.num_programs(0) + tile
+    num_cached = jnp.minimum(num_cached_ref[batch], cache_key_ref.shape[2])
+    num_full = jax.lax.div(num_cached, jnp.int32(block.key_tile))
+    # Position of the block's first row: a block with a mask starts at a tile.
+    start = num_cached
+    if block.has_mask:
+        start = pl.cdiv(num_cached, block.key_tile) * block.key_tile
+    num_tiles = pl.cdiv(start + block.num_rows, block.key_tile)
+    num_active = jnp.minimum(num_tiles, block.num_splits)
+
+    column = jnp.arange(block.head_dim, dtype=jnp.int32)[None]
+    half = block.head_dim // 2
+    other = jnp.where(column < half, column + half, column - half)
+    angle = jnp.where(column < half, column, column - half)
+
+    def row_and_group(query_row):
+        """Query rows are the block's rows, each with its G heads."""
+        groups = jnp.full(query_row.shape, block.groups, jnp.int32)
+        return jax.lax.div(query_row, groups), jax.lax.rem(query_row, groups)
+
+    def load_heads(row, x, mask):
+        """Load heads x of the block, the partners of their entries, cosines and sines."""
+        heads = [
+            plt.load(qkv_ref.at[batch, row, head, x, c], mask=mask, other=0)
+            for c in (column, other)
+        ]
+        tables = (cos_ref, sin_ref)
+        return heads + [plt.load(x.at[batch, row, angle], mask=mask, other=0) for x in tables]
+
+    def attend():
+        query_row = tile * block.row_tile + jnp.arange(block.row_tile, dtype=jnp.int32)
+        row, group = row_and_group(query_row)
+        is_query = row < block.num_rows
+        parts = load_heads(row[:, None], group[:, None], is_query[:, None])
+
+        def write_keys(i, _):
+            """Norm and rotate a few of the block's keys, and write them and their values."""
+            row = i * block.write_tile + jnp.arange(block.write_tile, dtype=jnp.int32)[:, None]
+            mask = row < block.num_rows
+            key = _norm_rotate(*load_heads(row, block.groups, mask), k_norm_ref, block.eps)
+            index = (batch, row, head, block.groups + 1, column)
+            value = plt.load(qkv_ref.at[index], mask=mask, other=0)
+            for ref, part in ((key_ref, key), (value_ref, value)):
+                plt.store(ref.at[batch, head, row, column], part, mask=mask)
+
+        # Every program that reads the block's keys writes them first, all of them the same bits.
+        # It does so at once, so that its loads wait for memory together with the queries'.
+        num_mine = pl.cdiv(jnp.maximum(num_full - split, 0), block.num_splits)
+        first = split + num_mine * block.num_splits
+
+        def load_cached(key_tile):
+            """Load what is cached of a tile, 0 elsewhere."""
+            slot = key_tile * block.key_tile + jnp.arange(block.key_tile, dtype=jnp.int32)[:, None]
+            refs = (cache_key_ref, cache_value_ref)
+            index = (batch, head, slot, column)
+            return [plt.load(ref.at[index], mask=slot < num_cached, other=0) for ref in refs]
+
+        cached = load_cached(first)
+
+        @pl.when(first < num_tiles)
+        def _():
+            jax.lax.fori_loop(0, -(-block.num_rows // block.write_tile), write_keys, None)
+
+        query = _norm_rotate(*parts, q_norm_ref, block.eps)
+        if not block.interpret:
+            plt.debug_barrier()
+
+        def full_tile(i, state):
+            """Add a tile of cached keys."""
+            slot = (split + i * block.num_splits) * block.key_tile
+            slot = (slot + jnp.arange(block.key_tile, dtype=jnp.int32))[:, None]
+            key = cache_key_ref[batch, head, slot, column]
+            value = cache_value_ref[batch, head, slot, column]
+            scores = _product(key, query, block.precision, (1, 1))
+            return _accumulate(state, scores, value, block.scale, block.precision)
+
+        def mixed_tile(key_tile, cached, state):
+            """Add a tile with keys of the block, read back from what was written."""
+            slot = key_tile * block.key_tile + jnp.arange(block.key_tile, dtype=jnp.int32)
+            slot = slot[:, None]
+            is_cached = slot < num_cached
+            key_row = slot - start
+            is_row = (key_row >= 0) & (key_row < block.num_rows)
+            index = (batch, head, key_row, column)
+            key, value = (
+                jnp.where(is_row, plt.load(ref.at[index], mask=is_row, other=0), part)
+                for ref, part in zip((key_ref, value_ref), cached, strict=True)
+            )
+            if block.has_mask:
+                mask = is_query[None] & is_row
+                visible = plt.load(mask_ref.at[row[None], key_row], mask=mask, other=0) != 0
+            else:
+                visible = is_row & (key_row <= row[None])
+            scores = _product(key, query, block.precision, (1, 1))
+            scores = jnp.where(is_cached | visible, scores, -jnp.inf)
+            return _accumulate(state, scores, value, block.scale, block.precision)
+
+        state = (
+            jnp.full((block.row_tile,), -jnp.inf, jnp.float32),
+            jnp.zeros((block.key_tile, block.row_tile), jnp.float32),
+            jnp.zeros((block.head_dim, block.row_tile), jnp.float32),
+        )
+        state = jax.lax.fori_loop(0, num_mine, full_tile, state)
+        state = jax.lax.cond(
+            first < num_tiles, partial(mixed_tile, first, cached), lambda state: state, state
+        )
+
+        def next_tile(carry):
+            key_tile, state = carry
+            state = mixed_tile(key_tile, load_cached(key_tile), state)
+            return key_tile + block.num_splits, state
+
+        carry = (first + block.num_splits, state)
+        _, state = jax.lax.while_loop(lambda carry: carry[0] < num_tiles, next_tile, carry)
+        best, total, out = state
+        return query_row, best, jnp.sum(total, axis=0), out
+
+    def write(query_row, total, out):
+        row, group = row_and_group(query_row)
+        out = (out / total[None]).astype(out_ref.dtype).T
+        index = (batch, row[:, None], head, group[:, None], column)
+        plt.store(out_ref.at[index], out, mask=(row < block.num_rows)[:, None])
+
+    # Volatile loads pass by L1, which does not see what other multiprocessors wrote.
+    load = partial(plt.load, volatile=True)
+
+    def load_splits(i):
+        """Load the results of a few splits; their loads wait for memory together."""
+        tile_row = jnp.arange(block.row_tile, dtype=jnp.int32)
+        parts = []
+        for k in range(block.combined_splits):
+            index = i * block.combined_splits + k
+            mask = jnp.broadcast_to(index < num_active, tile_row.shape)
+            best = load(best_ref.at[unit, index, tile_row], mask=mask, other=-jnp.inf)
+            index = (unit, index, column.reshape(-1, 1), tile_row[None])
+            parts.append((best, load(part_ref.at[index], mask=mask[None], other=0)))
+        return parts
+
+    def combine(query_row):
+        """Combine the splits' results, in the order of the splits."""
+        tile_row = jnp.arange(block.row_tile, dtype=jnp.int32)
+        index = (unit, jnp.arange(block.num_splits, dtype=jnp.int32)[:, None], tile_row[None])
+        mask = index[1] < num_active
+        bests = load(best_ref.at[index], mask=mask, other=-jnp.inf)
+        totals = load(total_ref.at[index], mask=mask, other=0)
+        first = load_splits(0)
+        best = jnp.max(bests, axis=0)
+        total = jnp.sum(totals * jnp.exp2((bests - best[None]) * block.scale), axis=0)
+
+        def add(out, parts):
+            for own, part in parts:
+                out = out + part * jnp.exp2((own - best) * block.scale)[None]
+            return out
+
+        out = add(jnp.zeros((block.head_dim, block.row_tile), jnp.float32), first)
+        num_rounds = pl.cdiv(num_active, block.combined_splits)
+        step = lambda i, out: add(out, load_splits(i))  # noqa: E731
+        write(query_row, total, jax.lax.fori_loop(1, num_rounds, step, out))
+
+    @pl.when(split < num_active)
+    def _():
+        query_row, best, total, out = attend()
+
+        @pl.when(num_active == 1)
+        def _():
+            write(query_row, total, out)
+
+        @pl.when(num_active > 1)
+        def _():
+            tile_row = jnp.arange(block.row_tile, dtype=jnp.int32)
+            best_ref[unit, split, tile_row] = best
+            total_ref[unit, split, tile_row] = total
+            part_ref[unit, split, column.reshape(-1, 1), tile_row[None]] = out
+            # Every thread's stores come before the arrival.
+            if not block.interpret:
+                plt.debug_barrier()
+            num_arrived = plt.atomic_add(counter_ref, (unit,), jnp.int32(1))
+
+            @pl.when(num_arrived == num_active - 1)
+            def _():
+                counter_ref[unit] = jnp.int32(0)
+                combine(query_row)
+
+
+def _prefill_kernel(
+    query_ref,
+    key_ref,
+    value_ref,
+    cache_key_ref,
+    cache_value_ref,
+    num_cached_ref,
+    out_ref,
+    *,
+    tiles,
+    precision,
+):
+    _, num_rows, kv_heads, groups, head_dim = query_ref.shape
+    # The last rows see most keys: start with them.
+    tile = pl.num_programs(1) - 1 - pl.program_id(1)
+    group = jax.lax.rem(pl.program_id(0), jnp.int32(groups))
+    program = jax.lax.div(pl.program_id(0), jnp.int32(groups))
+    batch = jax.lax.div(program, jnp.int32(kv_heads))
+    head = jax.lax.rem(program, jnp.int32(kv_heads))
+    num_cached = jnp.minimum(num_cached_ref[batch], cache_key_ref.shape[2])
+    column = jnp.arange(head_dim, dtype=jnp.int32)[None]
+    row = (tile * tiles.rows + jnp.arange(tiles.rows, dtype=jnp.int32))[:, None]
+    query = plt.load(query_ref.at[batch, row, head, group, column], mask=row < num_rows, other=0)
+    scale = head_dim**-0.5 * LOG2_E
+
+    def add_tile(i, state, refs, limit=None, is_causal=False):
+        """Add a tile of keys; those from ``limit`` on are not there."""
+        best, total, out = state
+        slot = i * tiles.keys + jnp.arange(tiles.keys, dtype=jnp.int32)
+        index = (batch, head, slot[:, None], column)
+        mask = None if limit is None else (slot < limit)[:, None]
+        other = None if limit is None else 0
+        key, value = (plt.load(ref.at[index], mask=mask, other=other) for ref in refs)
+        scores = _product(query, key, precision, (1, 1))
+        if limit is not None:
+            visible = (slot < limit)[None]
+            visible = visible & (slot[None] <= row) if is_causal else visible
+            scores = jnp.where(visible, scores, -jnp.inf)
+        new_best = jnp.maximum(best, jnp.max(scores, axis=1) * scale)
+        weights = jnp.exp2(scores * scale - new_best[:, None])
+        decay = jnp.exp2(best - new_best)
+        total = total * decay + jnp.sum(weights, axis=1)
+        out = out * decay[:, None] + _product(weights.astype(value.dtype), value, precision, (1, 0))
+        return new_best, total, out
+
+    cache, new = (cache_key_ref, cache_value_ref), (key_ref, value_ref)
+    state = (
+        jnp.full((tiles.rows,), -jnp.inf, jnp.float32),
+        jnp.zeros((tiles.rows,), jnp.float32),
+        jnp.zeros((tiles.rows, head_dim), jnp.float32),
+    )
+    # A first tile of a loop always shows every row a key, so no maximum stays -inf.
+    num_full = jax.lax.div(num_cached, jnp.int32(tiles.keys))
+    state = jax.lax.fori_loop(0, num_full, partial(add_tile, refs=cache), state)
+    num_tiles = pl.cdiv(num_cached, tiles.keys)
+    step = partial(add_tile, refs=cache, limit=num_cached)
+    state = jax.lax.fori_loop(num_full, num_tiles, step, state)
+    num_full = jax.lax.div(tile * tiles.rows, jnp.int32(tiles.keys))
+    state = jax.lax.fori_loop(0, num_full, partial(add_tile, refs=new), state)
+    num_tiles = pl.cdiv(jnp.minimum((tile + 1) * tiles.rows, num_rows), tiles.keys)
+    step = partial(add_tile, refs=new, limit=num_rows, is_causal=True)
+    _, total, out = jax.lax.fori_loop(num_full, num_tiles, step, state)
+    out = (out / total[:, None]).astype(out_ref.dtype)
+    plt.store(out_ref.at[batch, row, head, group, column], out, mask=row < num_rows)
+
+
+def block_attention(
+    qkv: Float[Array, "B T K X H"],
+    cos: Float[Array, "B T H2"],
+    sin: Float[Array, "B T H2"],
+    q_norm: Float[Array, "H"],
+    k_norm: Float[Array, "H"],
+    cache_key: Float[Array, "B K S H"] | None,
+    cache_value: Float[Array, "B K S H"] | None,
+    num_cached: Int[Array, "B"],
+    counters: Int[Array, "N"] | None = None,
+    *,
+    mask: bytes | None,
+    eps: float,
+    interpret: bool = False,
+    row_tile: int | None = None,
+    key_tile: int | None = None,
+    num_warps: int | None = None,
+    num_stages: int | None = None,
+    num_splits: int | None = None,
+    combined_splits: int = COMBINED_SPLITS,
+) -> tuple[
+    Float[Array, "B T K G H"],
+    Float[Array, "B K T H"],
+    Float[Array, "B K T H"],
+    Int[Array, "N"] | None,
+]:
+    """Attend to cache and block, as ``pallas_kernels.block_attention``.
+
+    Raises:
+        NotImplementedError: The head width is no power of two from 32 on.
+    """
+    batch_size, num_rows, kv_heads, heads, head_dim = qkv.shape
+    if head_dim < 32 or head_dim & (head_dim - 1):
+        raise NotImplementedError(f"a head width of {head_dim} is no power of two from 32 on")
+    if cache_key is None or cache_value is None:
+        cache_key = cache_value = jnp.zeros((batch_size, kv_heads, 1, head_dim), qkv.dtype)
+        num_cached = jnp.zeros_like(num_cached)
+    kind = "narrow" if num_rows <= NARROW_ROWS and mask is None else "wide"
+    if kind == "narrow" and num_rows * (heads - 2) <= SHORT_ROWS:
+        kind = "short" if cache_key.shape[2] <= SHORT_CAPACITY else kind
+    if num_rows > PREFILL_ROWS and mask is None:
+        kind = "prefill"
+    tiles = TILES[kind, qkv.dtype == jnp.float32]
+    most_rows = max(pl.next_power_of_2(num_rows * (heads - 2)), 16)
+    tiles = Tiles(
+        row_tile or min(tiles.rows, most_rows),
+        key_tile or tiles.keys,
+        num_warps or tiles.num_warps,
+        num_stages or tiles.num_stages,
+    )
+    if kind == "prefill":
+        query, key, value = split_qkv(qkv, cos, sin, q_norm, k_norm, eps=eps)
+        out = _prefill(query, key, value, cache_key, cache_value, num_cached, tiles, interpret)
+        return out, key, value, counters
+    num_tiles = pl.cdiv(num_rows * (heads - 2), tiles.rows)
+    if num_splits is None:
+        # Not by the rows of a narrow block: the splits decide its bits.
+        num_programs = batch_size * kv_heads * (num_tiles if kind == "wide" else 1)
+        num_splits = min(max(NUM_PROGRAMS // num_programs, 1), MAX_SPLITS)
+        num_splits = 1 << (num_splits.bit_length() - 1)
+    block = _Block(
+        num_rows=num_rows,
+        kv_heads=kv_heads,
+        groups=heads - 2,
+        head_dim=head_dim,
+        row_tile=tiles.rows,
+        key_tile=tiles.keys,
+        num_splits=num_splits,
+        combined_splits=combined_splits,
+        write_tile=min(pl.next_power_of_2(num_rows), WRITE_TILE),
+        has_mask=mask is not None,
+        eps=eps,
+        precision=precision_of(qkv),
+        interpret=interpret,
+    )
+    num_units = batch_size * kv_heads * num_tiles
+    own_counters = jnp.zeros((num_units,), jnp.int32) if counters is None else counters
+    parts = (num_units, num_splits, tiles.rows)
+    kv = jax.ShapeDtypeStruct((batch_size, kv_heads, num_rows, head_dim), qkv.dtype)
+    out, key, value, *_, own_counters = pl.pallas_call(
+        partial(_attention_kernel, block=block),
+        out_shape=(
+            jax.ShapeDtypeStruct((batch_size, num_rows, kv_heads, heads - 2, head_dim), qkv.dtype),
+            kv,
+            kv,
+            jax.ShapeDtypeStruct(parts, jnp.float32),
+            jax.ShapeDtypeStruct(parts, jnp.float32),
+            jax.ShapeDtypeStruct((*parts[:2], head_dim, parts[2]), jnp.float32),
+            jax.ShapeDtypeStruct(own_counters.shape, jnp.int32),
+        ),
+        grid=(num_tiles, num_splits, batch_size * kv_heads),
+        input_output_aliases={9: 6},
+        compiler_params=plt.CompilerParams(num_warps=tiles.num_warps, num_stages=tiles.num_stages),
+        interpret=interpret,
+    )(
+        qkv,
+        cos,
+        sin,
+        q_norm,
+        k_norm,
+        cache_key,
+        cache_value,
+        num_cached,
+        jnp.asarray(mask_array(num_rows, mask) if mask else [[0]], jnp.int8),
+        own_counters,
+    )
+    return out, key, value, None if counters is None else own_counters
+
+
+def _prefill(query, key, value, cache_key, cache_value, num_cached, tiles, interpret):
+    """Attend to cache and block from queries and keys that are normed and rotated."""
+    batch_size, num_rows, kv_heads, groups, _ = query.shape
+    return pl.pallas_call(
+        partial(_prefill_kernel, tiles=tiles, precision=precision_of(query)),
+        out_shape=jax.ShapeDtypeStruct(query.shape, query.dtype),
+        grid=(batch_size * kv_heads * groups, pl.cdiv(num_rows, tiles.rows)),
+        compiler_params=plt.CompilerParams(num_warps=tiles.num_warps, num_stages=tiles.num_stages),
+        interpret=interpret,
+    )(query, key, value, cache_key, cache_value, num_cached)

@@ -1,0 +1,142 @@
+"""Products of a few rows with a large weight, with the RMSNorm before or the residual after them.
+
+A decode step reads every weight once, so these products run at the speed of memory, and every small
+kernel between two of them is time in which memory rests. Here the norm, SwiGLU and the residual sum
+ride along. An RMSNorm is split in two: the kernel that makes the rows also multiplies them by the
+norm's weight and sums their squares; the kernel that reads them divides its result by the root mean
+square.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jaxtyping import Float
+
+from pallas_kernels.dispatch import Implementation, dispatch
+
+
+class PreNorm(NamedTuple):
+    """Rows that an RMSNorm is to be applied to.
+
+    Attributes:
+        x: The rows, [R, D].
+        norm_weight: The norm's weight, [D].
+        scaled: x times the norm's weight, [R, D].
+        sum_squares: f32[R, Q], parts of each row's sum of squares.
+    """
+
+    x: Float[Array, "R D"]
+    norm_weight: Float[Array, "D"]
+    scaled: Float[Array, "R D"]
+    sum_squares: Float[Array, "R Q"]
+
+
+def pre_norm(x: Float[Array, "R D"], norm_weight: Float[Array, "D"]) -> PreNorm:
+    """Prepare rows for an RMSNorm."""
+    squares = jnp.square(x.astype(jnp.float32))
+    scaled = x * norm_weight[None]
+    return PreNorm(x, norm_weight, scaled, jnp.sum(squares, axis=1, keepdims=True))
+
+
+def rms_linear(
+    rows: PreNorm,
+    weight: Float[Array, "_ _"],
+    *,
+    eps: float,
+    transposed: bool = False,
+    out_dtype: jax.typing.DTypeLike | None = None,
+    implementation: Implementation | None = None,
+) -> Float[Array, "R N"]:
+    """Multiply normalised rows by a weight, with float32 sums.
+
+    Args:
+        rows: What to normalise.
+        weight: [D, N], or [N, D] where `transposed`.
+        eps: Added to the mean square.
+        transposed: Whether the weight's rows are the result's columns.
+        out_dtype: Of the result; None means that of the rows.
+        implementation: Form to run, see ``pallas_kernels``.
+
+    Raises:
+        ValueError: The shapes or dtypes do not belong together.
+        NotImplementedError: A form asked for by name does not take these shapes.
+    """
+    _check("weight", weight, rows.x, axis=1 if transposed else 0, ndim=2)
+    return dispatch(
+        __name__,
+        "rms_linear",
+        implementation,
+        rows,
+        weight,
+        eps=eps,
+        transposed=transposed,
+        out_dtype=out_dtype or rows.x.dtype,
+    )
+
+
+def rms_swiglu(
+    rows: PreNorm,
+    weight: Float[Array, "D 2 F"],
+    *,
+    eps: float,
+    implementation: Implementation | None = None,
+) -> Float[Array, "R F"]:
+    """Return silu(gate) * up of normalised rows, the two products side by side in one weight.
+
+    Args:
+        rows: What to normalise.
+        weight: Gate, then up.
+        eps: Added to the mean square.
+        implementation: Form to run, see ``pallas_kernels``.
+
+    Raises:
+        ValueError: The shapes or dtypes do not belong together.
+        NotImplementedError: A form asked for by name does not take these shapes.
+    """
+    _check("weight", weight, rows.x, axis=0, ndim=3)
+    return dispatch(__name__, "rms_swiglu", implementation, rows, weight, eps=eps)
+
+
+def linear_residual(
+    x: Float[Array, "R K"],
+    weight: Float[Array, "K D"],
+    residual: Float[Array, "R D"],
+    norm_weight: Float[Array, "D"],
+    *,
+    implementation: Implementation | None = None,
+) -> PreNorm:
+    """Add x @ weight to the residual stream and prepare the sum for the RMSNorm that follows.
+
+    Args:
+        x: Rows.
+        weight: Their weight.
+        residual: What to add the product to.
+        norm_weight: Weight of the norm that follows.
+        implementation: Form to run, see ``pallas_kernels``.
+
+    Raises:
+        ValueError: The shapes or dtypes do not belong together.
+        NotImplementedError: A form asked for by name does not take these shapes.
+    """
+    _check("weight", weight, x, axis=0, ndim=2)
+    expected = (x.shape[0], weight.shape[1])
+    if residual.shape != expected or norm_weight.shape != expected[1:]:
+        raise ValueError(
+            f"residual {residual.shape} and norm_weight {norm_weight.shape} are not "
+            f"{expected} and {expected[1:]}"
+        )
+    y, scaled, squares = dispatch(
+        __name__, "linear_residual", implementation, x, weight, residual, norm_weight
+    )
+    return PreNorm(y, norm_weight, scaled, squares)
+
+
+def _check(name: str, weight: Array, x: Array, *, axis: int, ndim: int) -> None:
+    if weight.ndim != ndim or weight.shape[axis] != x.shape[-1]:
+        raise ValueError(
+            f"{name} has shape {weight.shape}, expected {x.shape[-1]} on axis {axis} of {ndim}"
+        )
+    if weight.dtype != x.dtype:
+        raise ValueError(f"{name} has dtype {weight.dtype} but the rows have {x.dtype}")

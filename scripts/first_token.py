@@ -1,0 +1,94 @@
+"""Time to the first token: prefill and one step, and what the prefill takes to compile."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from shapes import matrix_parameters
+from step_bench import Bench
+
+from jaxspec import GenerateConfig, NoDraft, Qwen3
+from jaxspec.decode import init_state, prefill, run_steps
+from jaxspec.generation import make_request, prefill_chunks
+
+Row = dict[str, Any]
+
+
+def _options(function: Callable[..., Any], kernels: str | None) -> dict[str, Any]:
+    """Return the call's kernels where the function takes them."""
+    return {"kernels": kernels} if "kernels" in inspect.signature(function).parameters else {}
+
+
+def compile_prefill(bench: Bench, kernels: str | None) -> Row:
+    """Return the seconds to compile the prefill, in chunks as the library chooses them."""
+    chunk_size, _ = prefill_chunks(GenerateConfig(), capacity=bench.capacity, longest_prompt=1)
+    state = bench.abstract_state(NoDraft())
+    started = time.perf_counter()
+    lowered = prefill.lower(
+        bench.model,
+        state,
+        jax.ShapeDtypeStruct((), jnp.int32),
+        chunk_size=chunk_size,
+        **_options(prefill, kernels),
+    )
+    lowered_at = time.perf_counter()
+    lowered.compile()
+    seconds = (lowered_at - started, time.perf_counter() - lowered_at)
+    return {"chunk_size": chunk_size} | dict(
+        zip(("lower_seconds", "compile_seconds"), seconds, strict=True)
+    )
+
+
+def measure_first_token(
+    model: Qwen3, *, prompt_tokens: int, kernels: str | None, product_rate: float, num_runs: int
+) -> Row:
+    """Time prefill and first step of a random prompt, against the time of the products alone.
+
+    The products are those of the layers for all but the last token, and one row of the head.
+    """
+    rng = np.random.default_rng(0)
+    prompt = rng.integers(0, model.config.vocab_size, prompt_tokens).tolist()
+    config = GenerateConfig(max_new_tokens=256, eos_token_ids=(), kernels=kernels)
+    tokens, request = make_request(model.config, [prompt], config)
+    chunk_size, num_chunks = prefill_chunks(
+        config, capacity=tokens.shape[1], longest_prompt=prompt_tokens
+    )
+    fill = functools.partial(prefill, chunk_size=chunk_size, **_options(prefill, kernels))
+    total, filling = [], []
+    for _ in range(num_runs + 1):
+        state = init_state(model, tokens, request, drafter=NoDraft())
+        chunks, one = jnp.int32(num_chunks), jnp.int32(1)
+        state, chunks, one = jax.block_until_ready((state, chunks, one))
+        started = time.perf_counter()
+        state = jax.block_until_ready(fill(model, state, chunks))
+        filled = time.perf_counter()
+        state = run_steps(model, state, request, one, drafter=NoDraft(), kernels=kernels)
+        jax.block_until_ready(state)
+        total.append((time.perf_counter() - started) * 1e3)
+        filling.append((filled - started) * 1e3)
+        del state
+    head = model.config.hidden_size * model.config.vocab_size
+    operations = 2 * (matrix_parameters(model) * (prompt_tokens - 1) + head)
+    median = statistics.median(total[1:])
+    products_ms = operations / product_rate * 1e3
+    return {
+        "prompt_tokens": prompt_tokens,
+        "capacity": tokens.shape[1],
+        "chunk_size": chunk_size,
+        "ms": median,
+        "ms_min": min(total[1:]),
+        "ms_max": max(total[1:]),
+        "prefill_ms": statistics.median(filling[1:]),
+        "products_ms": products_ms,
+        "teraflops": product_rate / 1e12,
+        "ratio": median / products_ms,
+        "runs": num_runs,
+    }

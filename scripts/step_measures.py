@@ -1,0 +1,159 @@
+"""What a decode step costs: the product's loop, the forward alone, every kernel."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import statistics
+import time
+from typing import Any
+
+import device_time
+import jax
+import jax.numpy as jnp
+from step_bench import Bench, Program
+
+from jaxspec import Qwen3
+from jaxspec.cache import KVCache
+from jaxspec.layout import BlockLayout
+
+Row = dict[str, Any]
+
+
+def measure_step(bench: Bench, program: Program, *, num_steps: int, num_runs: int) -> Row:
+    """Time a step of the loop: the wall time of a call over its steps, median of several calls.
+
+    `call_ms` is the time of a call of no steps: dispatch, of which a step's time holds its share,
+    and `ms_less_call` the step without it.
+    """
+    state = bench.start(program.drafter)
+    state, _ = bench.run(program, state, num_steps)
+    times, idle, lengths = [], [], []
+    for _ in range(num_runs):
+        state, seconds = bench.run(program, state, num_steps)
+        taken = int(state.num_steps.max())
+        times.append(seconds / taken * 1e3)
+        lengths.append(float((state.length - bench.length).mean()) / taken)
+        state, seconds = bench.run(program, state, 0)
+        idle.append(seconds * 1e3)
+    bench.keep(state)
+    median, call_ms = statistics.median(times), statistics.median(idle)
+    return {
+        "ms": median,
+        "ms_min": min(times),
+        "ms_max": max(times),
+        "call_ms": call_ms,
+        "ms_less_call": median - call_ms / taken,
+        "mean_accepted_length": statistics.mean(lengths),
+        "steps": taken,
+        "runs": num_runs,
+        "lower_seconds": program.lower_seconds,
+        "compile_seconds": program.compile_seconds,
+    }
+
+
+def call_model(
+    model: Qwen3,
+    block_tokens: jax.Array,
+    num_cached: jax.Array,
+    cache: KVCache,
+    layout: BlockLayout,
+    kernels: str | None,
+) -> jax.Array:
+    """Return the logits of a block; `kernels` is passed on where the model takes it."""
+    takes_kernels = "kernels" in inspect.signature(type(model).__call__).parameters
+    options: dict[str, Any] = {"kernels": kernels} if takes_kernels else {}
+    return model(block_tokens, num_cached, cache, layout, **options)[0]
+
+
+@functools.partial(jax.jit, static_argnames=("layout", "kernels"))
+def forward_loop(
+    model: Qwen3,
+    cache: KVCache,
+    block_tokens: jax.Array,
+    num_cached: jax.Array,
+    growth: jax.Array,
+    num_steps: jax.Array,
+    *,
+    layout: BlockLayout,
+    kernels: str | None,
+) -> jax.Array:
+    """Run the forward alone, over and over, and return the last logits.
+
+    The logits are carried whole, so that they are computed whole, and one bit of them (never set)
+    moves the next block, so that no part of the forward can leave the loop. The cache is only read.
+    """
+
+    def body(carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        step, logits = carry
+        bit = (logits[:, 0, 0] > 1e30).astype(jnp.int32)
+        moved = (step.astype(jnp.float32) * growth).astype(jnp.int32)
+        logits = call_model(
+            model, block_tokens + bit[:, None], num_cached + moved + bit, cache, layout, kernels
+        )
+        return step + 1, logits
+
+    batch_size = block_tokens.shape[0]
+    shape = (batch_size, len(layout.logit_rows), model.config.vocab_size)
+    carry = (jnp.int32(0), jnp.zeros(shape, jnp.float32))
+    return jax.lax.while_loop(lambda carry: carry[0] < num_steps, body, carry)[1]
+
+
+def measure_overhead(bench: Bench, program: Program, *, num_steps: int, num_runs: int) -> Row:
+    """Time the loop, the same forward alone, and what is between them, in turns.
+
+    The text of the forward grows as fast as the loop's, so that both see as much of the cache.
+    """
+    state = bench.start(program.drafter)
+    state, _ = bench.run(program, state, num_steps)
+    growth = float((state.length - bench.length).mean()) / int(state.num_steps.max())
+    layout = program.drafter.layout
+    block_tokens = jnp.asarray(bench.text[:, : layout.num_rows])
+    num_cached = jnp.full((bench.batch_size,), bench.length - 1, jnp.int32)
+    rest = (block_tokens, num_cached, jnp.float32(growth), jnp.int32(num_steps))
+    forward = functools.partial(forward_loop, layout=layout, kernels=program.kernels)
+    jax.block_until_ready(forward(bench.model, state.cache, *rest))
+    loop, alone = [], []
+    for _ in range(num_runs):
+        state, seconds = bench.run(program, state, num_steps)
+        taken = int(state.num_steps.max())
+        loop.append(seconds / taken * 1e3)
+        started = time.perf_counter()
+        jax.block_until_ready(forward(bench.model, state.cache, *rest))
+        alone.append((time.perf_counter() - started) / num_steps * 1e3)
+    bench.keep(state)
+    differences = [(a - b) * 1e3 for a, b in zip(loop, alone, strict=True)]
+    return {
+        "ms": statistics.median(loop),
+        "ms_min": min(loop),
+        "ms_max": max(loop),
+        "forward_ms": statistics.median(alone),
+        "forward_ms_min": min(alone),
+        "forward_ms_max": max(alone),
+        "overhead_us": (statistics.median(loop) - statistics.median(alone)) * 1e3,
+        "overhead_us_min": min(differences),
+        "overhead_us_max": max(differences),
+        "mean_accepted_length": growth,
+        "steps": taken,
+        "runs": num_runs,
+    }
+
+
+def profile_step(bench: Bench, program: Program, *, num_steps: int) -> Row:
+    """Return what a step costs the device in all, and its 40 dearest kernels, under the profiler.
+
+    Raises:
+      RuntimeError: the profiler saw no kernel of a GPU.
+    """
+    state = bench.start(program.drafter)
+    state, _ = bench.run(program, state, num_steps)
+    state, steps = bench.rewind(state), jax.block_until_ready(jnp.int32(num_steps))
+    with device_time.trace() as found:
+        state = program.run(bench.model, state, bench.request, steps)
+        jax.block_until_ready(state)
+    taken = int(state.num_steps.max())
+    bench.keep(state)
+    if not found:
+        raise RuntimeError("the profiler saw no kernel of a GPU")
+    total, kernels = device_time.kernel_table(found, taken)
+    return total | {"steps": taken, "num_names": len(kernels), "kernel_rows": kernels[:40]}
