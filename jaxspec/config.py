@@ -320,7 +320,8 @@ class GenerateConfig:
       presence_penalty: taken off the logits of tokens in the output so far.
       frequency_penalty: taken off the logits once for each time a token is in the output so far.
       kernels: kernel implementation ("triton", "interpret", "xla"), None = the best available.
-      prefill_chunk_size: tokens per prefill pass; None = 128 on a CPU, 512 elsewhere.
+      prefill_chunk_size: tokens per prefill pass; None = 128 on a CPU,
+        elsewhere 2048 where the cache has 4096 slots or more, else 512.
     """
 
     max_new_tokens: int = 256

@@ -199,8 +199,15 @@ def _stream(
 def prefill_chunks(
     config: GenerateConfig, *, capacity: int, longest_prompt: int
 ) -> tuple[int, int]:
-    """Return the tokens of one prefill pass, and how many passes cache all but the last token."""
-    chunk_size = config.prefill_chunk_size or (128 if jax.default_backend() == "cpu" else 512)
+    """Return the tokens of one prefill pass, and how many passes cache all but the last token.
+
+    The size of a pass depends on the capacity alone, so that prompts of any length share a program.
+    """
+    chunk_size = config.prefill_chunk_size
+    if chunk_size is None:
+        # A GPU's products are at their best from some 2,000 rows on; short prompts would pad them.
+        gpu_size = 2048 if capacity >= 4096 else 512
+        chunk_size = 128 if jax.default_backend() == "cpu" else gpu_size
     chunk_size = min(chunk_size, capacity)
     return chunk_size, -(-(longest_prompt - 1) // chunk_size)
 

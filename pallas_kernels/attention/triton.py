@@ -17,23 +17,15 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 from jaxtyping import Float, Int
 
+from pallas_kernels.attention.prefill.triton import prefill
 from pallas_kernels.attention.reference import mask_array, precision_of, split_qkv
+from pallas_kernels.attention.tile import LOG2_E, Tiles, accumulate, norm_rotate, product
 
-LOG2_E = 1.4426950408889634
 # Blocks that continue the text: up to so many rows give bits that do not depend on the width, and
 # from more than so many rows on it is prefill.
 NARROW_ROWS, PREFILL_ROWS = 16, 128
 # Programs that fill the device once, and the most parts to split the keys of one into.
 NUM_PROGRAMS, MAX_SPLITS = 128, 32
-
-
-class Tiles(NamedTuple):
-    """Query rows and keys of a program's matrix products, and how it is compiled."""
-
-    rows: int
-    keys: int
-    num_warps: int
-    num_stages: int
 
 
 # By the kind of block, and whether products are full f32, which run on no tensor core. Query rows
@@ -78,55 +70,6 @@ class _Block(NamedTuple):
     def scale(self) -> float:
         """Factor of the scores, for powers of two."""
         return self.head_dim**-0.5 * LOG2_E
-
-
-def _product(x, y, precision, contracting):
-    """Multiply two matrices over one axis of each, with f32 accumulation."""
-    contract = tuple((axis,) for axis in contracting)
-    return jax.lax.dot_general(
-        x, y, (contract, ((), ())), precision=precision, preferred_element_type=jnp.float32
-    )
-
-
-def _norm_rotate(x, partner, cos, sin, weight_ref, eps):
-    """Norm and rotate heads; `partner` holds, for each entry, the other one of its pair.
-
-    Rounds as the reference does.
-    """
-    dtype, width = x.dtype, x.shape[1]
-
-    def rounded(x):
-        return x.astype(dtype).astype(jnp.float32)
-
-    column = jnp.arange(width, dtype=jnp.int32)
-    is_low = column < width // 2
-    other = jnp.where(is_low, column + width // 2, column - width // 2)
-    weight = weight_ref[column].astype(jnp.float32)[None]
-    other_weight = weight_ref[other].astype(jnp.float32)[None]
-    x, partner, cos, sin = (part.astype(jnp.float32) for part in (x, partner, cos, sin))
-    scale = jax.lax.rsqrt(jnp.sum(x * x, axis=1) / width + eps)[:, None]
-    x = rounded(rounded(x * scale) * weight)
-    partner = rounded(rounded(partner * scale) * other_weight)
-    turned = rounded(partner * sin)
-    return (rounded(x * cos) + jnp.where(is_low[None], -turned, turned)).astype(dtype)
-
-
-def _accumulate(state, scores, value, scale, precision):
-    """Add a tile of keys to a running softmax. Invisible keys have a score of -inf.
-
-    Keys are the long side of the products and query rows the short one: [keys, rows] scores,
-    [H, rows] sums. Weights are summed key by key, and over the keys of a tile only at the end.
-    """
-    best, total, out = state
-    new_best = jnp.maximum(best, jnp.max(scores, axis=0))
-    # Rows that have seen no key yet.
-    base = jnp.where(new_best == -jnp.inf, 0.0, new_best)
-    # Scaled after the difference: nothing here can be contracted in two ways, so that every
-    # kernel rounds alike.
-    weights = jnp.exp2((scores - base[None]) * scale)
-    decay = jnp.exp2((best - base) * scale)[None]
-    product = _product(value, weights.astype(value.dtype), precision, (0, 0))
-    return new_best, total * decay + weights, out * decay + product
 
 
 def _attention_kernel(
@@ -192,7 +135,7 @@ def _attention_kernel(
             """Norm and rotate a few of the block's keys, and write them and their values."""
             row = i * block.write_tile + jnp.arange(block.write_tile, dtype=jnp.int32)[:, None]
             mask = row < block.num_rows
-            key = _norm_rotate(*load_heads(row, block.groups, mask), k_norm_ref, block.eps)
+            key = norm_rotate(*load_heads(row, block.groups, mask), k_norm_ref, block.eps)
             index = (batch, row, head, block.groups + 1, column)
             value = plt.load(qkv_ref.at[index], mask=mask, other=0)
             for ref, part in ((key_ref, key), (value_ref, value)):
@@ -216,7 +159,7 @@ def _attention_kernel(
         def _():
             jax.lax.fori_loop(0, -(-block.num_rows // block.write_tile), write_keys, None)
 
-        query = _norm_rotate(*parts, q_norm_ref, block.eps)
+        query = norm_rotate(*parts, q_norm_ref, block.eps)
         if not block.interpret:
             plt.debug_barrier()
 
@@ -226,8 +169,8 @@ def _attention_kernel(
             slot = (slot + jnp.arange(block.key_tile, dtype=jnp.int32))[:, None]
             key = cache_key_ref[batch, head, slot, column]
             value = cache_value_ref[batch, head, slot, column]
-            scores = _product(key, query, block.precision, (1, 1))
-            return _accumulate(state, scores, value, block.scale, block.precision)
+            scores = product(key, query, block.precision, (1, 1))
+            return accumulate(state, scores, value, block.scale, block.precision)
 
         def mixed_tile(key_tile, cached, state):
             """Add a tile with keys of the block, read back from what was written."""
@@ -246,9 +189,9 @@ def _attention_kernel(
                 visible = plt.load(mask_ref.at[row[None], key_row], mask=mask, other=0) != 0
             else:
                 visible = is_row & (key_row <= row[None])
-            scores = _product(key, query, block.precision, (1, 1))
+            scores = product(key, query, block.precision, (1, 1))
             scores = jnp.where(is_cached | visible, scores, -jnp.inf)
-            return _accumulate(state, scores, value, block.scale, block.precision)
+            return accumulate(state, scores, value, block.scale, block.precision)
 
         state = (
             jnp.full((block.row_tile,), -jnp.inf, jnp.float32),
@@ -337,72 +280,6 @@ def _attention_kernel(
                 combine(query_row)
 
 
-def _prefill_kernel(
-    query_ref,
-    key_ref,
-    value_ref,
-    cache_key_ref,
-    cache_value_ref,
-    num_cached_ref,
-    out_ref,
-    *,
-    tiles,
-    precision,
-):
-    _, num_rows, kv_heads, groups, head_dim = query_ref.shape
-    # The last rows see most keys: start with them.
-    tile = pl.num_programs(1) - 1 - pl.program_id(1)
-    group = jax.lax.rem(pl.program_id(0), jnp.int32(groups))
-    program = jax.lax.div(pl.program_id(0), jnp.int32(groups))
-    batch = jax.lax.div(program, jnp.int32(kv_heads))
-    head = jax.lax.rem(program, jnp.int32(kv_heads))
-    num_cached = jnp.minimum(num_cached_ref[batch], cache_key_ref.shape[2])
-    column = jnp.arange(head_dim, dtype=jnp.int32)[None]
-    row = (tile * tiles.rows + jnp.arange(tiles.rows, dtype=jnp.int32))[:, None]
-    query = plt.load(query_ref.at[batch, row, head, group, column], mask=row < num_rows, other=0)
-    scale = head_dim**-0.5 * LOG2_E
-
-    def add_tile(i, state, refs, limit=None, is_causal=False):
-        """Add a tile of keys; those from ``limit`` on are not there."""
-        best, total, out = state
-        slot = i * tiles.keys + jnp.arange(tiles.keys, dtype=jnp.int32)
-        index = (batch, head, slot[:, None], column)
-        mask = None if limit is None else (slot < limit)[:, None]
-        other = None if limit is None else 0
-        key, value = (plt.load(ref.at[index], mask=mask, other=other) for ref in refs)
-        scores = _product(query, key, precision, (1, 1))
-        if limit is not None:
-            visible = (slot < limit)[None]
-            visible = visible & (slot[None] <= row) if is_causal else visible
-            scores = jnp.where(visible, scores, -jnp.inf)
-        new_best = jnp.maximum(best, jnp.max(scores, axis=1) * scale)
-        weights = jnp.exp2(scores * scale - new_best[:, None])
-        decay = jnp.exp2(best - new_best)
-        total = total * decay + jnp.sum(weights, axis=1)
-        out = out * decay[:, None] + _product(weights.astype(value.dtype), value, precision, (1, 0))
-        return new_best, total, out
-
-    cache, new = (cache_key_ref, cache_value_ref), (key_ref, value_ref)
-    state = (
-        jnp.full((tiles.rows,), -jnp.inf, jnp.float32),
-        jnp.zeros((tiles.rows,), jnp.float32),
-        jnp.zeros((tiles.rows, head_dim), jnp.float32),
-    )
-    # A first tile of a loop always shows every row a key, so no maximum stays -inf.
-    num_full = jax.lax.div(num_cached, jnp.int32(tiles.keys))
-    state = jax.lax.fori_loop(0, num_full, partial(add_tile, refs=cache), state)
-    num_tiles = pl.cdiv(num_cached, tiles.keys)
-    step = partial(add_tile, refs=cache, limit=num_cached)
-    state = jax.lax.fori_loop(num_full, num_tiles, step, state)
-    num_full = jax.lax.div(tile * tiles.rows, jnp.int32(tiles.keys))
-    state = jax.lax.fori_loop(0, num_full, partial(add_tile, refs=new), state)
-    num_tiles = pl.cdiv(jnp.minimum((tile + 1) * tiles.rows, num_rows), tiles.keys)
-    step = partial(add_tile, refs=new, limit=num_rows, is_causal=True)
-    _, total, out = jax.lax.fori_loop(num_full, num_tiles, step, state)
-    out = (out / total[:, None]).astype(out_ref.dtype)
-    plt.store(out_ref.at[batch, row, head, group, column], out, mask=row < num_rows)
-
-
 def block_attention(
     qkv: Float[Array, "B T K X H"],
     cos: Float[Array, "B T H2"],
@@ -455,7 +332,7 @@ def block_attention(
     )
     if kind == "prefill":
         query, key, value = split_qkv(qkv, cos, sin, q_norm, k_norm, eps=eps)
-        out = _prefill(query, key, value, cache_key, cache_value, num_cached, tiles, interpret)
+        out = prefill(query, key, value, cache_key, cache_value, num_cached, tiles, interpret)
         return out, key, value, counters
     num_tiles = pl.cdiv(num_rows * (heads - 2), tiles.rows)
     if num_splits is None:
@@ -510,15 +387,3 @@ def block_attention(
         own_counters,
     )
     return out, key, value, None if counters is None else own_counters
-
-
-def _prefill(query, key, value, cache_key, cache_value, num_cached, tiles, interpret):
-    """Attend to cache and block from queries and keys that are normed and rotated."""
-    batch_size, num_rows, kv_heads, groups, _ = query.shape
-    return pl.pallas_call(
-        partial(_prefill_kernel, tiles=tiles, precision=precision_of(query)),
-        out_shape=jax.ShapeDtypeStruct(query.shape, query.dtype),
-        grid=(batch_size * kv_heads * groups, pl.cdiv(num_rows, tiles.rows)),
-        compiler_params=plt.CompilerParams(num_warps=tiles.num_warps, num_stages=tiles.num_stages),
-        interpret=interpret,
-    )(query, key, value, cache_key, cache_value, num_cached)

@@ -1,0 +1,1 @@
+"""The part of ``block_attention`` that takes long blocks."""

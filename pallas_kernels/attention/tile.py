@@ -1,0 +1,66 @@
+"""The arithmetic on one tile of keys, as it stands inside a kernel."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+LOG2_E = 1.4426950408889634
+
+
+class Tiles(NamedTuple):
+    """Query rows and keys of a program's matrix products, and how it is compiled."""
+
+    rows: int
+    keys: int
+    num_warps: int
+    num_stages: int
+
+
+def product(x, y, precision, contracting):
+    """Multiply two matrices over one axis of each, with f32 accumulation."""
+    contract = tuple((axis,) for axis in contracting)
+    return jax.lax.dot_general(
+        x, y, (contract, ((), ())), precision=precision, preferred_element_type=jnp.float32
+    )
+
+
+def norm_rotate(x, partner, cos, sin, weight_ref, eps):
+    """Norm and rotate heads; `partner` holds, for each entry, the other one of its pair.
+
+    Rounds as the reference does.
+    """
+    dtype, width = x.dtype, x.shape[1]
+
+    def rounded(x):
+        return x.astype(dtype).astype(jnp.float32)
+
+    column = jnp.arange(width, dtype=jnp.int32)
+    is_low = column < width // 2
+    other = jnp.where(is_low, column + width // 2, column - width // 2)
+    weight = weight_ref[column].astype(jnp.float32)[None]
+    other_weight = weight_ref[other].astype(jnp.float32)[None]
+    x, partner, cos, sin = (part.astype(jnp.float32) for part in (x, partner, cos, sin))
+    scale = jax.lax.rsqrt(jnp.sum(x * x, axis=1) / width + eps)[:, None]
+    x = rounded(rounded(x * scale) * weight)
+    partner = rounded(rounded(partner * scale) * other_weight)
+    turned = rounded(partner * sin)
+    return (rounded(x * cos) + jnp.where(is_low[None], -turned, turned)).astype(dtype)
+
+
+def accumulate(state, scores, value, scale, precision):
+    """Add a tile of keys to a running softmax. Invisible keys have a score of -inf.
+
+    Keys are the long side of the products and query rows the short one: [keys, rows] scores,
+    [H, rows] sums. Weights are summed key by key, and over the keys of a tile only at the end.
+    """
+    best, total, out = state
+    new_best = jnp.maximum(best, jnp.max(scores, axis=0))
+    # Rows that have seen no key yet.
+    base = jnp.where(new_best == -jnp.inf, 0.0, new_best)
+    # Scaled after the difference: nothing here can be contracted in two ways, so that every
+    # kernel rounds alike.
+    weights = jnp.exp2((scores - base[None]) * scale)
+    decay = jnp.exp2((best - base) * scale)[None]
+    out = out * decay + product(value, weights.astype(value.dtype), precision, (0, 0))
+    return new_best, total * decay + weights, out
