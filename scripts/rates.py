@@ -10,6 +10,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+# Calls that are timed together, so that the host's part of one is hidden behind another.
+NUM_QUEUED = 5
+
 
 def median_seconds(function: Callable[[], Any], num_runs: int) -> float:
     """Return the median wall time of a call whose result is waited for, after one untimed call."""
@@ -26,20 +29,20 @@ def measure_copy_rate(num_bytes: int, num_runs: int = 9) -> float:
     """Return bytes per second, read and written, of a copy on the device."""
     copy = jax.jit(jnp.copy)
     array = jnp.ones((num_bytes // 4,), jnp.float32)
-    return 2 * array.nbytes / median_seconds(lambda: copy(array), num_runs)
+    seconds = median_seconds(lambda: [copy(array) for _ in range(NUM_QUEUED)], num_runs)
+    return 2 * array.nbytes * NUM_QUEUED / seconds
 
 
 def measure_read_rate(num_bytes: int, num_runs: int = 9) -> float:
     """Return bytes per second read by a sum over an array, the fastest of a few forms of it."""
     array = jnp.ones((num_bytes // 4 // 2**16, 2**16), jnp.float32)
-    num_calls = 4  # queued, so that the host's part of a call is hidden
 
     def seconds(width: int) -> float:
         total = jax.jit(lambda x: jnp.sum(x.reshape(-1, width), axis=1))
-        return median_seconds(lambda: [total(array) for _ in range(num_calls)], num_runs)
+        return median_seconds(lambda: [total(array) for _ in range(NUM_QUEUED)], num_runs)
 
     best = min(seconds(width) for width in (2**10, 2**12, 2**14, 2**16))
-    return num_calls * array.nbytes / best
+    return NUM_QUEUED * array.nbytes / best
 
 
 def measure_product_rate(size: int, dtype: jax.typing.DTypeLike, num_calls: int = 8) -> float:

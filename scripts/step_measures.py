@@ -15,6 +15,7 @@ from step_bench import Bench, Program
 
 from jaxspec import Qwen3
 from jaxspec.cache import KVCache
+from jaxspec.decode import LOOP_OPTIONS
 from jaxspec.layout import BlockLayout
 
 Row = dict[str, Any]
@@ -66,7 +67,7 @@ def call_model(
     return model(block_tokens, num_cached, cache, layout, **options)[0]
 
 
-@functools.partial(jax.jit, static_argnames=("layout", "kernels"))
+@functools.partial(jax.jit, static_argnames=("layout", "kernels"), compiler_options=LOOP_OPTIONS)
 def forward_loop(
     model: Qwen3,
     cache: KVCache,

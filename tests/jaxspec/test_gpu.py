@@ -23,6 +23,11 @@ DRAFTERS = [
 ]
 
 
+def gpu_model() -> Qwen3:
+    """Return a random model of a shape that all kernels take."""
+    return random_model(head_dim=64)
+
+
 def in_dtype(model: Qwen3, dtype) -> Qwen3:
     graph, params = nnx.split(model)
     return nnx.merge(graph, jax.tree.map(lambda w: w.astype(dtype), params))
@@ -31,7 +36,7 @@ def in_dtype(model: Qwen3, dtype) -> Qwen3:
 @pytest.fixture(scope="module", params=[NoDraft(), *DRAFTERS], ids=str)
 def compiled(request):
     drafter = request.param
-    model = random_model()
+    model = gpu_model()
     config = GenerateConfig(max_new_tokens=3000, max_seq_len=4096)
     tokens, arrays = make_request(model.config, random_prompts((40,)), config)
     state = init_state(model, tokens, arrays, drafter=drafter)
@@ -43,7 +48,16 @@ def compiled(request):
 def test_the_loop_runs_the_triton_kernels(compiled):
     drafter, _, loop, _ = compiled
     hlo = loop.as_text()
-    names = ["_argmax_partial_kernel", "_verify_greedy_kernel", "_write_rows_kernel"]
+    names = [
+        "linear_scale",
+        "linear_swiglu",
+        "linear_residual",
+        "linear_head",
+        "_attention_kernel",
+        "_argmax_partial_kernel",
+        "_verify_greedy_kernel",
+        "_write_rows_kernel",
+    ]
     if isinstance(drafter, PromptLookup):
         names.append("_find_ngram")
     if isinstance(drafter, Lookahead):
@@ -64,7 +78,7 @@ def test_the_cache_is_updated_in_place(compiled):
 @pytest.mark.parametrize("drafter", DRAFTERS, ids=str)
 @pytest.mark.parametrize("lengths", [(23,), (1, 40, 17)], ids=str)
 def test_float32_tokens_are_those_of_plain_decoding(drafter, lengths):
-    model, prompts = random_model(), random_prompts(lengths)
+    model, prompts = gpu_model(), random_prompts(lengths)
     expected = generate(model, prompts, GenerateConfig(max_new_tokens=64))
     for kernels in (None, "xla"):
         config = GenerateConfig(max_new_tokens=64, kernels=kernels)
@@ -73,10 +87,22 @@ def test_float32_tokens_are_those_of_plain_decoding(drafter, lengths):
 
 @pytest.mark.parametrize("num_draft_tokens", [7, 15])
 def test_bfloat16_prompt_lookup_equals_plain_decoding_of_the_same_width(num_draft_tokens):
-    model = in_dtype(random_model(), jnp.bfloat16)
+    model = in_dtype(gpu_model(), jnp.bfloat16)
     prompts = random_prompts((5, 40, 17))
     config = GenerateConfig(max_new_tokens=200)
     wide = generate(model, prompts, config, NoDraft(num_draft_tokens))
     result = generate(model, prompts, config, PromptLookup(num_draft_tokens))
     assert result.token_ids == wide.token_ids
     assert result.num_steps.sum() < wide.num_steps.sum()
+
+
+@pytest.mark.parametrize("num_draft_tokens", [7, 15])
+def test_bfloat16_prompt_lookup_equals_plain_decoding_of_one_row(num_draft_tokens):
+    """Up to 16 rows share tilings whose bits do not depend on the number of rows."""
+    model = in_dtype(gpu_model(), jnp.bfloat16)
+    config = GenerateConfig(max_new_tokens=200)
+    for prompt in random_prompts((5, 40, 17)):
+        narrow = generate(model, [prompt], config)
+        result = generate(model, [prompt], config, PromptLookup(num_draft_tokens))
+        assert result.token_ids == narrow.token_ids
+        assert result.num_steps.sum() < narrow.num_steps.sum()

@@ -33,13 +33,18 @@ def test_imports(path):
 
 def test_public_names():
     names = [
+        "PreNorm",
         "argmax",
         "argmax_partial",
         "argmax_reduce",
         "block_attention",
         "find_ngram",
         "insert_ngrams",
+        "linear_residual",
         "lookup_ngrams",
+        "pre_norm",
+        "rms_linear",
+        "rms_swiglu",
         "verify_greedy",
         "write_rows",
     ]

@@ -11,10 +11,12 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import AbstractDevice, AbstractMesh
 
+import pallas_kernels
 from pallas_kernels import argmax, block_attention, find_ngram, verify_greedy
 from pallas_kernels.argmax import cases as argmax_cases
 from pallas_kernels.attention import cases as attention_cases
 from pallas_kernels.find_ngram import cases as find_ngram_cases
+from pallas_kernels.linear import cases as linear_cases
 from pallas_kernels.verify_greedy import cases as verify_greedy_cases
 
 OPS = [
@@ -27,6 +29,9 @@ OPS = [
     )
     for case in cases
 ]
+OPS += [(getattr(pallas_kernels, case.op), case) for case in linear_cases.CASES]
+# Products with too few columns to fill a GPU: the inner axis is split.
+SPLIT_PRODUCTS = ("16_rows", "many_rows", "split_f32")
 
 
 def lowered_kernels(function, *arrays):
