@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -50,6 +51,18 @@ class Case:
         parts = [part.sum(1) for part in np.array_split(squares, self.num_parts, axis=1)]
         return PreNorm(x, norm_weight, x * norm_weight, np.stack(parts, axis=1)), weight
 
+    def shapes(self) -> tuple[Any, ...]:
+        """Return the shapes and dtypes of the op's arrays."""
+
+        def array(*shape: int, dtype: str = self.dtype) -> Any:
+            return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
+
+        x, weight = array(self.num_rows, self.inner), array(*self.weight_shape())
+        if self.op == "linear_residual":
+            return x, weight, array(self.num_rows, self.num_columns), array(self.num_columns)
+        squares = array(self.num_rows, self.num_parts, dtype="float32")
+        return PreNorm(x, array(self.inner), x, squares), weight
+
     def settings(self) -> dict[str, Any]:
         """Return the op's static arguments."""
         if self.op == "linear_residual":
@@ -72,7 +85,7 @@ CASES = (
     Case("rms_linear", "one_row", 1, 64, 96),
     Case("rms_linear", "odd_f32", 3, 131, 97, num_parts=5, dtype="float32"),
     Case("rms_linear", "many_rows", 128, 256, 192, num_parts=4),
-    Case("rms_linear", "split_f32", 40, 128, 130, dtype="float32"),
+    Case("rms_linear", "40_rows_f32", 40, 128, 130, dtype="float32"),
     Case("rms_linear", "head_97_columns", 5, 256, 97, True, 3, out_dtype="float32"),
     Case("rms_linear", "head_odd_f32", 17, 131, 97, True, dtype="float32"),
     Case("rms_linear", "head_many_rows", 100, 128, 320, True),

@@ -139,7 +139,6 @@ def check_row_bits(case, implementation, counts):
         Case("rms_linear", "rows", 16, 131, 97, num_parts=3, dtype="float32"),
         Case("rms_linear", "head_rows", 16, 128, 97, True),
         Case("rms_swiglu", "rows", 16, 128, 96),
-        Case("linear_residual", "whole_rows", 16, 384, 96),
         Case("linear_residual", "split_rows", 16, 256, 96, dtype="float32"),
     ]
 )
@@ -156,12 +155,9 @@ def test_a_row_has_the_same_bits_on_a_gpu(case):
 
 @by_name(
     argvalues=[
-        Case("rms_linear", "split", 5, 256, 97, num_parts=3),
-        Case("rms_linear", "head_split", 5, 256, 97, True),
-        Case("rms_swiglu", "split", 20, 128, 97, dtype="float32"),
-        Case("rms_swiglu", "split", 5, 256, 96),
+        Case("rms_linear", "head_split", 5, 128, 97, True, num_parts=3),
+        Case("rms_swiglu", "split", 5, 128, 96),
         Case("linear_residual", "split", 20, 128, 97, dtype="float32"),
-        Case("linear_residual", "split", 5, 256, 160),
     ]
 )
 def test_a_split_inner_axis_gives_the_same_sums(case):
@@ -181,10 +177,8 @@ def test_a_split_inner_axis_gives_the_same_sums(case):
 
 @by_name(
     argvalues=[
-        Case("rms_linear", "nan", 5, 131, 97, num_parts=3, dtype="float32"),
-        Case("rms_linear", "head_nan", 5, 128, 97, True),
+        Case("rms_linear", "head_nan", 5, 131, 97, True, num_parts=3),
         Case("rms_swiglu", "nan", 5, 131, 97),
-        Case("linear_residual", "nan", 5, 131, 97, dtype="float32"),
         Case("linear_residual", "split_nan", 5, 256, 96),
     ]
 )
@@ -216,11 +210,11 @@ def test_pre_norm_prepares_rows():
 
 def test_one_product_feeds_the_next(implementation):
     """The norm of linear_residual's result is the norm of its sum."""
-    case = Case("linear_residual", "chain", 5, 128, 160, dtype="float32")
+    case = Case("linear_residual", "chain", 5, 64, 160, dtype="float32")
     rows = compiled(case, implementation)(*device_arrays(case))
     weight = jnp.asarray(Case("rms_linear", "next", 5, 160, 97, dtype="float32").arrays()[1])
-    following = partial(rms_linear, eps=EPS, implementation=implementation)
-    expected = following(pre_norm(rows.x, rows.norm_weight), weight)
+    following = jax.jit(partial(rms_linear, eps=EPS, implementation=implementation))
+    expected = jax.jit(partial(rms_linear, eps=EPS, implementation="xla"))(rows, weight)
     assert distance(following(rows, weight), expected) <= 1e-6
 
 
@@ -278,9 +272,10 @@ def test_none_falls_back_to_xla(monkeypatch, num_rows, dtype):
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     for op in ("rms_linear", "rms_swiglu", "linear_residual"):
         case = Case(op, "fallback", num_rows, 64, 97, dtype=dtype)
-        arrays = device_arrays(case)
-        for x, y in zip(run(case, None, arrays), run(case, "xla", arrays), strict=True):
-            np.testing.assert_array_equal(x, y)
+        programs = [compiled(case, form).trace(*case.shapes()).jaxpr for form in (None, "xla")]
+        assert len({str(program) for program in programs}) == 1
+    case = replace(case, num_rows=3, dtype="float32")
+    assert "pallas_call" in str(compiled(case, None).trace(*case.shapes()).jaxpr)
 
 
 LINEAR = dict(rows=rows_of(3, 8), weight=array(8, 6), eps=EPS)
