@@ -37,7 +37,7 @@ class Case:
         rng = np.random.default_rng(seed)
         dtype = jnp.dtype(self.dtype)
 
-        def normal(*shape: int, scale: float = 1.0) -> np.ndarray:
+        def normal(*shape: int, scale: float = 1.0) -> Any:
             values = rng.standard_normal(min(int(np.prod(shape)), 1000003), np.float32)
             return np.resize((values * np.float32(scale)).astype(dtype), shape)
 
@@ -49,7 +49,8 @@ class Case:
         norm_weight = normal(self.inner)
         squares = np.square(x.astype(np.float32))
         parts = [part.sum(1) for part in np.array_split(squares, self.num_parts, axis=1)]
-        return PreNorm(x, norm_weight, x * norm_weight, np.stack(parts, axis=1)), weight
+        sum_squares: Any = np.stack(parts, axis=1)
+        return PreNorm(x, norm_weight, x * norm_weight, sum_squares), weight
 
     def shapes(self) -> tuple[Any, ...]:
         """Return the shapes and dtypes of the op's arrays."""
@@ -85,7 +86,6 @@ CASES = (
     Case("rms_linear", "one_row", 1, 64, 96),
     Case("rms_linear", "odd_f32", 3, 131, 97, num_parts=5, dtype="float32"),
     Case("rms_linear", "many_rows", 128, 256, 192, num_parts=4),
-    Case("rms_linear", "40_rows_f32", 40, 128, 130, dtype="float32"),
     Case("rms_linear", "head_97_columns", 5, 256, 97, True, 3, out_dtype="float32"),
     Case("rms_linear", "head_odd_f32", 17, 131, 97, True, dtype="float32"),
     Case("rms_linear", "head_many_rows", 100, 128, 320, True),

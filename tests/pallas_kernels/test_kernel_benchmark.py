@@ -27,7 +27,22 @@ def test_smoke(command, tmp_path):
     result = testing.CliRunner().invoke(command, arguments, catch_exceptions=False)
     assert result.exit_code == 0, result.output
     rows = [json.loads(line) for line in out.read_text().splitlines()]
-    assert {"device_copy", "launch_gap", "find_ngram", "verify_greedy"} <= {r["op"] for r in rows}
+    assert {row["op"] for row in rows} == {
+        "device_copy",
+        "launch_gap",
+        "smallest_launch",
+        "find_ngram",
+        "argmax",
+        "argmax_partial",
+        "verify_greedy",
+        "rms_linear",
+        "rms_swiglu",
+        "linear_residual",
+        "block_attention",
+        "write_rows",
+        "insert_ngrams",
+        "lookup_ngrams",
+    }
     assert all(row["jax"] == jax.__version__ for row in rows)
     assert "xla/kernel" in result.output
 

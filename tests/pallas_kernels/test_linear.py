@@ -215,7 +215,7 @@ def test_one_product_feeds_the_next(implementation):
     weight = jnp.asarray(Case("rms_linear", "next", 5, 160, 97, dtype="float32").arrays()[1])
     following = jax.jit(partial(rms_linear, eps=EPS, implementation=implementation))
     expected = jax.jit(partial(rms_linear, eps=EPS, implementation="xla"))(rows, weight)
-    assert distance(following(rows, weight), expected) <= 1e-6
+    assert distance(following(rows, weight), expected) <= 1e-5
 
 
 def array(*shape, dtype=jnp.float32):
@@ -272,10 +272,9 @@ def test_none_falls_back_to_xla(monkeypatch, num_rows, dtype):
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     for op in ("rms_linear", "rms_swiglu", "linear_residual"):
         case = Case(op, "fallback", num_rows, 64, 97, dtype=dtype)
-        programs = [compiled(case, form).trace(*case.shapes()).jaxpr for form in (None, "xla")]
-        assert len({str(program) for program in programs}) == 1
-    case = replace(case, num_rows=3, dtype="float32")
-    assert "pallas_call" in str(compiled(case, None).trace(*case.shapes()).jaxpr)
+        taken = replace(case, num_rows=3, dtype="float32")
+        programs = [str(compiled(x, None).trace(*x.shapes()).jaxpr) for x in (case, taken)]
+        assert ["pallas_call" in program for program in programs] == [False, True]
 
 
 LINEAR = dict(rows=rows_of(3, 8), weight=array(8, 6), eps=EPS)
