@@ -5,6 +5,8 @@ An op is a folder with ``reference.py`` (the XLA form and the specification) and
 runs: the backend is deprecated upstream, and a machine without a GPU never needs it.
 """
 
+import functools
+from collections.abc import Callable
 from importlib import import_module
 from typing import Any, Literal, get_args
 
@@ -54,5 +56,17 @@ def dispatch(package: str, op: str, implementation: str | None, *args: Any, **kw
 def _run(package: str, op: str, name: str, *args: Any, **kwargs: Any) -> Any:
     if name == "xla":
         return getattr(import_module(f"{package}.reference"), op)(*args, **kwargs)
+    return _kernel(package, op, name == "interpret", tuple(kwargs.items()))(*args)
+
+
+@functools.lru_cache(maxsize=1024)
+def _kernel(
+    package: str, op: str, interpret: bool, settings: tuple[tuple[str, Any], ...]
+) -> Callable[..., Any]:
+    """Return an op's Pallas form as one function per setting.
+
+    As a jitted function it is traced and lowered once and not at each of its calls, which a model
+    makes in every layer: that is most of the time that a loop takes to compile.
+    """
     function = getattr(import_module(f"{package}.triton"), op)
-    return function(*args, interpret=name == "interpret", **kwargs)
+    return jax.jit(functools.partial(function, interpret=interpret, **dict(settings)))

@@ -57,7 +57,7 @@ def verify_greedy(
         num_draft,
         values,
         indices,
-        candidate_rows=rows,
+        candidate_rows=tuple(map(tuple, rows.tolist())),
     )
 
 

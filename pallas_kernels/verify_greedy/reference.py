@@ -14,7 +14,7 @@ def verify_greedy(
     values: Float[Array, "B T Q"],
     indices: Int[Array, "B T Q"],
     *,
-    candidate_rows: np.ndarray,
+    candidate_rows: tuple[tuple[int, ...], ...],
 ) -> tuple[Int[Array, "B T"], Int[Array, "B"], Int[Array, "B"]]:
     """Accept the longest confirmed prefix, as ``pallas_kernels.verify_greedy``."""
     batch, _, num_draft_tokens = draft_tokens.shape
@@ -22,7 +22,7 @@ def verify_greedy(
     if num_draft_tokens == 0:
         return target_tokens, jnp.zeros(batch, jnp.int32), jnp.zeros(batch, jnp.int32)
     # The row before draft j is column j; the last column only serves the bonus token.
-    target = target_tokens[:, candidate_rows[:, :-1]]
+    target = target_tokens[:, np.asarray(candidate_rows, np.int32)[:, :-1]]
     offset = jnp.arange(num_draft_tokens, dtype=jnp.int32)[None, None]
     agrees = (draft_tokens == target) & (draft_tokens >= 0) & (offset < num_draft[..., None])
     # The first disagreement ends the prefix.

@@ -77,7 +77,7 @@ def verify_greedy(
     values: Float[Array, "B T Q"],
     indices: Int[Array, "B T Q"],
     *,
-    candidate_rows: np.ndarray,
+    candidate_rows: tuple[tuple[int, ...], ...],
     interpret: bool = False,
     tile: int = TILE,
     num_warps: int = NUM_WARPS,
@@ -101,4 +101,4 @@ def verify_greedy(
         grid=(batch,),
         compiler_params=plt.CompilerParams(num_warps=num_warps, num_stages=1),
         interpret=interpret,
-    )(draft_tokens, num_draft, values, indices, jnp.asarray(candidate_rows))
+    )(draft_tokens, num_draft, values, indices, jnp.asarray(np.asarray(candidate_rows, np.int32)))
