@@ -319,9 +319,10 @@ class GenerateConfig:
       repetition_penalty: > 1 makes tokens of the text so far less likely, prompt included.
       presence_penalty: taken off the logits of tokens in the output so far.
       frequency_penalty: taken off the logits once for each time a token is in the output so far.
-      kernels: kernel implementation ("triton", "interpret", "xla"), None = the best available.
+      kernels: kernel implementation ("triton", "interpret", "xla"), None = the best available. A
+        named one raises NotImplementedError for a model or drafter that a kernel does not take.
       prefill_chunk_size: tokens per prefill pass; None = 128 on a CPU,
-        elsewhere 2048 where the cache has 4096 slots or more, else 512.
+        elsewhere 2048 for one or two prompts of more than 1024 tokens, else 512.
     """
 
     max_new_tokens: int = 256

@@ -298,10 +298,12 @@ def commit(
 def _first_eos_end(emitted: jax.Array, eos_ids: jax.Array) -> jax.Array:
     """Return i32[B], the number of tokens up to the first EOS, that one included.
 
-    Far more than a text holds where there is none. Unrolled: small reductions would be kernels of
-    their own, elementwise operations join their users.
+    Far more than a text holds where there is none. Short blocks are unrolled: small reductions
+    would be kernels of their own, elementwise operations join their users.
     """
     is_eos = functools.reduce(jnp.logical_or, [emitted == eos_id for eos_id in eos_ids])
+    if emitted.shape[1] > 32:
+        return jnp.min(jnp.where(is_eos, jnp.arange(1, emitted.shape[1] + 1)[None], NO_END), axis=1)
     end = jnp.full(emitted.shape[:1], NO_END, jnp.int32)
     for offset in reversed(range(emitted.shape[1])):
         end = jnp.where(is_eos[:, offset], offset + 1, end)

@@ -155,7 +155,10 @@ def _stream(
 ) -> Iterator[Generation]:
     tokens, request = make_request(model.config, prompts, config)
     chunk_size, num_chunks = prefill_chunks(
-        config, capacity=tokens.shape[1], longest_prompt=max(len(prompt) for prompt in prompts)
+        config,
+        capacity=tokens.shape[1],
+        longest_prompt=max(len(prompt) for prompt in prompts),
+        batch_size=len(prompts),
     )
 
     def run(state: DecodeState, num_steps: int) -> DecodeState:
@@ -197,16 +200,16 @@ def _stream(
 
 
 def prefill_chunks(
-    config: GenerateConfig, *, capacity: int, longest_prompt: int
+    config: GenerateConfig, *, capacity: int, longest_prompt: int, batch_size: int = 1
 ) -> tuple[int, int]:
     """Return the tokens of one prefill pass, and how many passes cache all but the last token.
 
-    The size of a pass depends on the capacity alone, so that prompts of any length share a program.
+    There are two sizes of a pass, so that prompts of all lengths share two programs.
     """
     chunk_size = config.prefill_chunk_size
     if chunk_size is None:
         # A GPU's products are at their best from some 2,000 rows on; short prompts would pad them.
-        gpu_size = 2048 if capacity >= 4096 else 512
+        gpu_size = 2048 if longest_prompt > 1024 and batch_size <= 2 else 512
         chunk_size = 128 if jax.default_backend() == "cpu" else gpu_size
     chunk_size = min(chunk_size, capacity)
     return chunk_size, -(-(longest_prompt - 1) // chunk_size)

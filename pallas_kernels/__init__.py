@@ -1,4 +1,7 @@
-"""Kernels of speculative decoding, each with a Pallas and an XLA form that give equal results.
+"""Kernels of speculative decoding, each with a Pallas and an XLA form.
+
+Results that are ids, counts or copies are equal in both forms; products and attention agree within
+the rounding of their dtype.
 
 Axis letters: B batch rows, P text capacity in tokens, M draft tokens, R rows of logits,
 V vocabulary, Q partial results of a row, T tokens of a block, C candidates. Of caches: K heads,

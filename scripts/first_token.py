@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import functools
-import inspect
 import statistics
 import time
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -22,11 +20,6 @@ from jaxspec.generation import make_request, prefill_chunks
 Row = dict[str, Any]
 
 
-def _options(function: Callable[..., Any], kernels: str | None) -> dict[str, Any]:
-    """Return the call's kernels where the function takes them."""
-    return {"kernels": kernels} if "kernels" in inspect.signature(function).parameters else {}
-
-
 def compile_prefill(bench: Bench, kernels: str | None) -> Row:
     """Return the seconds to compile the prefill, in chunks as the library chooses them."""
     chunk_size, _ = prefill_chunks(GenerateConfig(), capacity=bench.capacity, longest_prompt=1)
@@ -37,7 +30,7 @@ def compile_prefill(bench: Bench, kernels: str | None) -> Row:
         state,
         jax.ShapeDtypeStruct((), jnp.int32),
         chunk_size=chunk_size,
-        **_options(prefill, kernels),
+        kernels=kernels,
     )
     lowered_at = time.perf_counter()
     lowered.compile()
@@ -61,7 +54,7 @@ def measure_first_token(
     chunk_size, num_chunks = prefill_chunks(
         config, capacity=tokens.shape[1], longest_prompt=prompt_tokens
     )
-    fill = functools.partial(prefill, chunk_size=chunk_size, **_options(prefill, kernels))
+    fill = functools.partial(prefill, chunk_size=chunk_size, kernels=kernels)
     total, filling = [], []
     for _ in range(num_runs + 1):
         state = init_state(model, tokens, request, drafter=NoDraft())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import inspect
 import statistics
 import time
 from typing import Any
@@ -61,10 +60,8 @@ def call_model(
     layout: BlockLayout,
     kernels: str | None,
 ) -> jax.Array:
-    """Return the logits of a block; `kernels` is passed on where the model takes it."""
-    takes_kernels = "kernels" in inspect.signature(type(model).__call__).parameters
-    options: dict[str, Any] = {"kernels": kernels} if takes_kernels else {}
-    return model(block_tokens, num_cached, cache, layout, **options)[0]
+    """Return the logits of a block."""
+    return model(block_tokens, num_cached, cache, layout, kernels)[0]
 
 
 @functools.partial(jax.jit, static_argnames=("layout", "kernels"), compiler_options=LOOP_OPTIONS)

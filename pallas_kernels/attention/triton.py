@@ -2,8 +2,9 @@
 
 Decoding is one launch: programs split the keys of a kv head among them (flash-decoding), and the
 last one to arrive combines their partial results. Keys fall into tiles by their position in the
-text, cached or not, and tiles into splits, so a row's result has the same bits whatever block it
-is part of, and only tiles with live keys cost anything. A long block that continues the text
+text, cached or not, and tiles into splits, so that of blocks of up to 16 rows that continue the
+text a row's result has the same bits whatever block it is part of (in a batch of the same size),
+and only tiles with live keys cost anything. A long block that continues the text
 (prefill) is normed and rotated by XLA and has enough rows to keep a GPU busy without splits.
 """
 
@@ -20,6 +21,7 @@ from jaxtyping import Float, Int
 from pallas_kernels.attention.prefill.triton import prefill
 from pallas_kernels.attention.reference import mask_array, precision_of, split_qkv
 from pallas_kernels.attention.tile import LOG2_E, Tiles, accumulate, norm_rotate, product
+from pallas_kernels.device import require_hopper
 
 # Blocks that continue the text: up to so many rows give bits that do not depend on the width, and
 # from more than so many rows on it is prefill.
@@ -215,6 +217,8 @@ def _attention_kernel(
 
     def write(query_row, total, out):
         row, group = row_and_group(query_row)
+        # A row that sees no key has no weights either, and gives 0.
+        total = jnp.where(total == 0, 1.0, total)
         out = (out / total[None]).astype(out_ref.dtype).T
         index = (batch, row[:, None], head, group[:, None], column)
         plt.store(out_ref.at[index], out, mask=(row < block.num_rows)[:, None])
@@ -243,6 +247,7 @@ def _attention_kernel(
         totals = load(total_ref.at[index], mask=mask, other=0)
         first = load_splits(0)
         best = jnp.max(bests, axis=0)
+        best = jnp.where(best == -jnp.inf, 0.0, best)
         total = jnp.sum(totals * jnp.exp2((bests - best[None]) * block.scale), axis=0)
 
         def add(out, parts):
@@ -309,11 +314,12 @@ def block_attention(
     """Attend to cache and block, as ``pallas_kernels.block_attention``.
 
     Raises:
-        NotImplementedError: The head width is no power of two from 32 on.
+        NotImplementedError: The head width is not 32, 64 or 128, or the GPU is older than Hopper.
     """
+    require_hopper(interpret)
     batch_size, num_rows, kv_heads, heads, head_dim = qkv.shape
-    if head_dim < 32 or head_dim & (head_dim - 1):
-        raise NotImplementedError(f"a head width of {head_dim} is no power of two from 32 on")
+    if head_dim not in (32, 64, 128):
+        raise NotImplementedError(f"a head width of {head_dim} is not 32, 64 or 128")
     if cache_key is None or cache_value is None:
         cache_key = cache_value = jnp.zeros((batch_size, kv_heads, 1, head_dim), qkv.dtype)
         num_cached = jnp.zeros_like(num_cached)

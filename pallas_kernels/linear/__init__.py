@@ -34,10 +34,18 @@ class PreNorm(NamedTuple):
 
 
 def pre_norm(x: Float[Array, "R D"], norm_weight: Float[Array, "D"]) -> PreNorm:
-    """Prepare rows for an RMSNorm."""
-    squares = jnp.square(x.astype(jnp.float32))
-    scaled = x * norm_weight[None]
-    return PreNorm(x, norm_weight, scaled, jnp.sum(squares, axis=1, keepdims=True))
+    """Prepare rows for an RMSNorm.
+
+    Squares are summed by elementwise additions, in an order that does not depend on the number of
+    rows; a reduction's order would.
+    """
+    width = x.shape[1]
+    num_added = min(width & -width, 64)
+    squares = jnp.square(x.astype(jnp.float32)).reshape(-1, num_added, width // num_added)
+    sum_squares = squares[:, 0]
+    for index in range(1, num_added):
+        sum_squares = sum_squares + squares[:, index]
+    return PreNorm(x, norm_weight, x * norm_weight[None], sum_squares)
 
 
 def rms_linear(

@@ -2,8 +2,9 @@
 
 A program takes a block of columns and walks the inner axis with several blocks of the weight in
 flight. The columns are the long side of each small product on the matrix units and the rows the
-short one, so that a row's sums do not depend on how many rows there are. Where a weight has too few
-columns to fill the GPU, its inner axis is split, and a second kernel adds the parts.
+short one: calls of the same tiling, up to 16 rows in all say, give a row the same bits. Where a
+weight has too few columns to fill the GPU, its inner axis is split, and a second kernel adds the
+parts; how often it is split belongs to the tiling.
 """
 
 import dataclasses
@@ -16,6 +17,8 @@ from jax import Array
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 from jaxtyping import Float
+
+from pallas_kernels.device import require_hopper
 
 MAX_ROWS = 128
 
@@ -242,6 +245,7 @@ def _run(kind, x, weight, extra, *, num_columns, eps=0.0, out_dtype, tiling=None
         tiling: Overrides the table's.
         interpret: Whether to interpret the kernels.
     """
+    require_hopper(interpret)
     num_rows, inner = x.shape
     if num_rows > MAX_ROWS:
         raise NotImplementedError(f"{num_rows} rows are more than {MAX_ROWS}")
@@ -279,7 +283,7 @@ def _run(kind, x, weight, extra, *, num_columns, eps=0.0, out_dtype, tiling=None
             grid=(num_blocks, 1, 1),
             compiler_params=params,
             interpret=interpret,
-            name=f"linear_{kind}",
+            name=f"_linear_{kind}_kernel",
         )(x, weight, *extra)
     num_sums = 2 if kind == "swiglu" else 1
     parts = pl.pallas_call(
@@ -288,7 +292,7 @@ def _run(kind, x, weight, extra, *, num_columns, eps=0.0, out_dtype, tiling=None
         grid=(num_blocks, splits, 1),
         compiler_params=params,
         interpret=interpret,
-        name=f"linear_{kind}_part",
+        name=f"_linear_{kind}_part_kernel",
     )(x, weight)
     block_n = _block(num_columns, COMBINE_BLOCK)
     num_blocks = pl.cdiv(num_columns, block_n)
@@ -298,7 +302,7 @@ def _run(kind, x, weight, extra, *, num_columns, eps=0.0, out_dtype, tiling=None
         grid=(num_blocks, 1, 1),
         compiler_params=plt.CompilerParams(num_warps=COMBINE_WARPS, num_stages=1),
         interpret=interpret,
-        name=f"linear_{kind}_combine",
+        name=f"_linear_{kind}_combine_kernel",
     )(parts, *extra)
 
 

@@ -49,10 +49,10 @@ def test_the_loop_runs_the_triton_kernels(compiled):
     drafter, _, loop, _ = compiled
     hlo = loop.as_text()
     names = [
-        "linear_scale",
-        "linear_swiglu",
-        "linear_residual",
-        "linear_head",
+        "_linear_scale",
+        "_linear_swiglu",
+        "_linear_residual",
+        "_linear_head",
         "_attention_kernel",
         "_argmax_partial_kernel",
         "_verify_greedy_kernel",

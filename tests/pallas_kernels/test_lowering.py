@@ -12,7 +12,14 @@ import pytest
 from jax.sharding import AbstractDevice, AbstractMesh
 
 import pallas_kernels
-from pallas_kernels import argmax, block_attention, find_ngram, verify_greedy
+from pallas_kernels import (
+    argmax,
+    block_attention,
+    find_ngram,
+    pre_norm,
+    rms_linear,
+    verify_greedy,
+)
 from pallas_kernels.argmax import cases as argmax_cases
 from pallas_kernels.attention import cases as attention_cases
 from pallas_kernels.find_ngram import cases as find_ngram_cases
@@ -55,9 +62,10 @@ def expected_kernels(op, case):
         return ["_prefill_kernel" if is_prefill else "_attention_kernel"]
     if op is verify_greedy:
         return ["_verify_greedy_kernel"]
-    kinds = {"rms_swiglu": "linear_swiglu", "linear_residual": "linear_residual"}
-    kind = kinds.get(case.op, "linear_head" if case.transposed else "linear_scale")
-    return [f"{kind}_part", f"{kind}_combine"] if case.name in SPLIT_PRODUCTS else [kind]
+    kinds = {"rms_swiglu": "swiglu", "linear_residual": "residual"}
+    kind = "_linear_" + kinds.get(case.op, "head" if case.transposed else "scale")
+    parts = ("_part", "_combine") if case.name in SPLIT_PRODUCTS else ("",)
+    return [f"{kind}{part}_kernel" for part in parts]
 
 
 def abstract_arrays(case):
@@ -89,3 +97,19 @@ def test_the_xla_form_has_no_loop():
             function = jax.jit(partial(op, implementation="xla", **case.settings()))
             text = function.lower(*abstract_arrays(case)).compile().as_text()
             assert " while(" not in text, case.name
+
+
+@pytest.mark.parametrize("capability, names", [("8.0", []), ("9.0", ["_linear_scale_kernel"])])
+def test_products_of_older_gpus_are_left_to_xla(monkeypatch, capability, names):
+    class Device:
+        compute_capability = capability
+
+    def product(rows, weight):
+        return rms_linear(pre_norm(rows, rows[0]), weight, eps=1e-6)
+
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(jax, "devices", lambda: [Device()])
+    # Shapes of no other test: a kernel that has been traced once is not asked again.
+    rows = jax.ShapeDtypeStruct((3, 96 if names else 112), jnp.bfloat16)
+    weight = jax.ShapeDtypeStruct((rows.shape[1], 64), jnp.bfloat16)
+    assert lowered_kernels(product, rows, weight) == names
