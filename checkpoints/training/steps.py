@@ -117,9 +117,11 @@ def _attend(
 
 
 def _feed_forward(module: FeedForward, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
-    both = jnp.einsum("BTD,DXF->BTXF", x, module.gate_up_proj[...])
+    # A GPU's default for float32 operands is TF32, which is no float32.
+    precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
+    both = jnp.einsum("BTD,DXF->BTXF", x, module.gate_up_proj[...], precision=precision)
     hidden = jax.nn.silu(both[..., 0, :]) * both[..., 1, :]
-    return jnp.einsum("BTF,FD->BTD", hidden, module.down_proj[...])
+    return jnp.einsum("BTF,FD->BTD", hidden, module.down_proj[...], precision=precision)
 
 
 def _drop(x: jax.Array, rate: float, key: jax.Array | None) -> jax.Array:
