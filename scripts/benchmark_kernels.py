@@ -22,9 +22,9 @@ import pallas_kernels
 
 # More bytes than any GPU's cache holds: a product that has read as many finds nothing of its own.
 CACHE_BYTES = 120 * 10**6
-# Constants to try on each op's kernel. None of them changes a result.
+# Constants to try on each op's kernel. None of them changes a result beyond rounding.
 BLOCKS, WARPS = (128, 256, 512, 1024, 2048), (1, 2, 4, 8)
-SWEEPS: dict[str, list[dict[str, int]]] = {
+SWEEPS: dict[str, list[dict[str, Any]]] = {
     "find_ngram": [dict(block=b, num_warps=w) for b, w in product(BLOCKS, WARPS)],
     "argmax": [
         dict(block=b, num_warps=w)
@@ -33,7 +33,27 @@ SWEEPS: dict[str, list[dict[str, int]]] = {
     "verify_greedy": [
         dict(tile=t, num_warps=w) for t, w in product((1024, 2048, 4096, 8192), (1, 2, 4, 8, 16))
     ],
+    "block_attention": [
+        dict(row_tile=r, key_tile=k, num_warps=w, num_stages=s)
+        for r, k, w, s in product((16, 32, 128), (64, 128), (4, 8), (2, 3))
+    ],
 }
+# (block_n, block_k, num_warps, num_stages, num_programs) of a product.
+PRODUCTS = ("rms_linear", "rms_swiglu", "linear_residual")
+TILINGS = [
+    (n, k, w, s, p)
+    for n, (k, s), w, p in product(
+        (64, 128), ((32, 5), (64, 4), (64, 8), (128, 4), (128, 6), (128, 8)), (4, 8), (1, 128)
+    )
+]
+
+
+def variants_of(name: str) -> list[dict[str, Any]]:
+    """Return the constants to try on an op's kernel."""
+    if name in PRODUCTS:
+        tiling = import_module("pallas_kernels.linear.triton").Tiling
+        return [dict(tiling=tiling(*sizes)) for sizes in TILINGS]
+    return SWEEPS.get(name, [])
 
 
 @click.command()
@@ -84,7 +104,7 @@ def measure_case(
     }
     if name == "argmax" and case.num_valid is None:
         forms["jnp"] = lambda _, logits: (jnp.argmax(logits, -1).astype(jnp.int32), ())
-    variants = SWEEPS.get(name, []) if sweep else []
+    variants = variants_of(name) if sweep else []
     for variant in variants[:1] if smoke else variants:
         label = f"{kernel} " + " ".join(f"{key}={value}" for key, value in variant.items())
         forms[label] = _variant(name, case, variant, smoke)
@@ -113,11 +133,24 @@ def measure_case(
         }
 
 
-def _variant(name: str, case: Any, variant: dict[str, int], smoke: bool) -> Callable[..., Any]:
+def _variant(name: str, case: Any, variant: dict[str, Any], smoke: bool) -> Callable[..., Any]:
     """Return a form of the op's kernel with other constants."""
     triton = import_module(f"pallas_kernels.{FOLDERS[name]}.triton")
-    op = partial(getattr(triton, name), interpret=smoke, **case.settings(), **variant)
-    return lambda _, *arrays: (op(*arrays), ())
+    settings = case.settings()
+    if name == "rms_linear" and settings["out_dtype"] is None:
+        settings["out_dtype"] = case.dtype
+    op = partial(getattr(triton, name), interpret=smoke, **settings, **variant)
+
+    def attention(counters: Any, *arrays: Any) -> tuple[Any, Any]:
+        *out, counters = op(*arrays, counters)
+        return out, counters
+
+    def residual(_: Any, *arrays: Any) -> tuple[Any, Any]:
+        y, scaled, sum_squares = op(*arrays)
+        return pallas_kernels.PreNorm(y, arrays[3], scaled, sum_squares), ()
+
+    special = {"block_attention": attention, "linear_residual": residual}
+    return special.get(name, lambda _, *arrays: (op(*arrays), ()))
 
 
 def measure_form(call: Call, run: Callable[..., Any], smoke: bool) -> tuple[DeviceTime, Any]:
