@@ -26,7 +26,7 @@ from jaxspec.cache import (
 from jaxspec.drafters import Drafter, Outcome, Proposal
 from jaxspec.drafters.protocol import Leaf
 from jaxspec.layout import BlockLayout
-from jaxspec.model import Qwen3
+from jaxspec.model import FlatModel, Qwen3, whole_model
 from jaxspec.sampling import (
     SamplingMode,
     SamplingParams,
@@ -93,7 +93,7 @@ class DecodeState:
 
 @functools.partial(jax.jit, static_argnames=("drafter",))
 def init_state(
-    model: Qwen3, tokens: jax.Array, request: Request, *, drafter: Drafter
+    model: Qwen3 | FlatModel, tokens: jax.Array, request: Request, *, drafter: Drafter
 ) -> DecodeState:
     """Return the state of fresh texts, the cache empty.
 
@@ -103,6 +103,7 @@ def init_state(
       request: the call's arrays.
       drafter: how drafts are made.
     """
+    model = whole_model(model)
     batch_size, capacity = tokens.shape
     zeros = jnp.zeros((batch_size,), jnp.int32)
     return DecodeState(
@@ -118,7 +119,7 @@ def init_state(
 
 @functools.partial(jax.jit, static_argnames=("chunk_size", "kernels"), donate_argnames=("state",))
 def prefill(
-    model: Qwen3,
+    model: Qwen3 | FlatModel,
     state: DecodeState,
     num_chunks: jax.Array,
     *,
@@ -130,6 +131,7 @@ def prefill(
     One program serves all prompt lengths up to the capacity. Shorter rows write garbage past
     their end, to slots that decoding overwrites before it reads them.
     """
+    whole = whole_model(model)
     layout = BlockLayout.linear(chunk_size, has_logits=False)
     batch_size, capacity = state.tokens.shape
 
@@ -138,7 +140,7 @@ def prefill(
         positions = jnp.minimum(start + jnp.arange(chunk_size), capacity - 1)
         block_tokens = jnp.take(state.tokens, positions, axis=1)
         num_cached = jnp.broadcast_to(start, (batch_size,))
-        _, block = model.hidden_states(block_tokens, num_cached, cache, layout, kernels)
+        _, block = whole.hidden_states(block_tokens, num_cached, cache, layout, kernels)
         # Positions past the prompt are written only where all keys are finite. They are garbage
         # either way; that the writes wait for the last layer's keys orders them after every read
         # of the cache, so that they happen in place.
@@ -327,7 +329,7 @@ def _append(
     compiler_options=LOOP_OPTIONS,
 )
 def run_steps(
-    model: Qwen3,
+    model: Qwen3 | FlatModel,
     state: DecodeState,
     request: Request,
     max_steps: jax.Array,
@@ -341,7 +343,7 @@ def run_steps(
     The state is donated: the cache is updated in place. `max_steps` is an array, so a text that
     streams in chunks of steps and one that runs to its end share this compiled program.
     """
-    first_step = state.num_steps
+    first_step, whole = state.num_steps, whole_model(model)
 
     def is_running(state: DecodeState) -> jax.Array:
         # An unfinished row takes part in every step, so that its count of them is the loop's.
@@ -349,6 +351,6 @@ def run_steps(
         return jnp.any(is_unfinished & (state.num_steps - first_step < max_steps))
 
     def body(state: DecodeState) -> DecodeState:
-        return decode_step(model, state, request, drafter, kernels, mode)
+        return decode_step(whole, state, request, drafter, kernels, mode)
 
     return jax.lax.while_loop(is_running, body, state)

@@ -23,7 +23,7 @@ from jaxspec.decode import (
     run_steps,
 )
 from jaxspec.drafters import Drafter, NoDraft
-from jaxspec.model import Qwen3
+from jaxspec.model import FlatModel, Qwen3
 from jaxspec.sampling import SamplingMode, SamplingParams
 
 _EOS_ROUND = 8
@@ -154,6 +154,7 @@ def _stream(
     steps_per_chunk: int | None,
 ) -> Iterator[Generation]:
     tokens, request = make_request(model.config, prompts, config)
+    flat = FlatModel.of(model)
     chunk_size, num_chunks = prefill_chunks(
         config,
         capacity=tokens.shape[1],
@@ -163,7 +164,7 @@ def _stream(
 
     def run(state: DecodeState, num_steps: int) -> DecodeState:
         return run_steps(
-            model,
+            flat,
             state,
             request,
             jnp.int32(num_steps),
@@ -174,12 +175,12 @@ def _stream(
 
     # Zero chunks and zero steps compile the programs without running them.
     started = time.perf_counter()
-    state = init_state(model, tokens, request, drafter=drafter)
+    state = init_state(flat, tokens, request, drafter=drafter)
     fill = functools.partial(prefill, chunk_size=chunk_size, kernels=config.kernels)
-    state = fill(model, state, jnp.int32(0))
+    state = fill(flat, state, jnp.int32(0))
     state = jax.block_until_ready(run(state, 0))
     compiled = time.perf_counter()
-    state = fill(model, state, jnp.int32(num_chunks))
+    state = fill(flat, state, jnp.int32(num_chunks))
     state = jax.block_until_ready(state)
     prefilled = time.perf_counter()
     decode_seconds = 0.0

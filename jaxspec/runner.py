@@ -22,7 +22,7 @@ from jaxspec.generation import (
     sampling_mode,
     with_kernels,
 )
-from jaxspec.model import Qwen3
+from jaxspec.model import FlatModel, Qwen3
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,6 +54,7 @@ class Runner:
         self, model: Qwen3, prompts: Sequence[Sequence[int]], config: GenerateConfig | None = None
     ) -> None:
         self.model, self.prompts = model, prompts
+        self._flat = FlatModel.of(model)
         self.config = config or GenerateConfig()
         check_prompts(prompts, model.config, self.config)
         self.capacity = capacity_for(max(map(len, prompts)) + self.config.max_new_tokens)
@@ -83,13 +84,13 @@ class Runner:
             request = dataclasses.replace(request, max_new_tokens=jnp.asarray([budget], jnp.int32))
         if ignore_eos:
             request = dataclasses.replace(request, eos_ids=jnp.full_like(request.eos_ids, -1))
-        state = init_state(self.model, tokens, request, drafter=drafter)
+        state = init_state(self._flat, tokens, request, drafter=drafter)
         state = dataclasses.replace(state, cache=jax.tree.map(jnp.copy, self._caches[index]))
         steps = jnp.int32(self.config.max_new_tokens if max_steps is None else max_steps)
         state, steps = jax.block_until_ready((state, steps))
         started = time.perf_counter()
         state = run_steps(
-            self.model,
+            self._flat,
             state,
             request,
             steps,
@@ -109,9 +110,9 @@ class Runner:
         chunk_size, num_chunks = prefill_chunks(
             self.config, capacity=self.capacity, longest_prompt=len(self.prompts[index])
         )
-        state = init_state(self.model, tokens, request, drafter=NoDraft())
+        state = init_state(self._flat, tokens, request, drafter=NoDraft())
         fill = functools.partial(prefill, chunk_size=chunk_size, kernels=self.config.kernels)
-        return fill(self.model, state, jnp.int32(num_chunks)).cache
+        return fill(self._flat, state, jnp.int32(num_chunks)).cache
 
 
 def _to_run(state: DecodeState, prompt_length: int, seconds: float) -> Run:

@@ -16,6 +16,7 @@ from step_bench import Bench
 from jaxspec import GenerateConfig, NoDraft, Qwen3
 from jaxspec.decode import init_state, prefill, run_steps
 from jaxspec.generation import make_request, prefill_chunks
+from jaxspec.model import FlatModel
 
 Row = dict[str, Any]
 
@@ -54,16 +55,17 @@ def measure_first_token(
     chunk_size, num_chunks = prefill_chunks(
         config, capacity=tokens.shape[1], longest_prompt=prompt_tokens
     )
+    flat = FlatModel.of(model)
     fill = functools.partial(prefill, chunk_size=chunk_size, kernels=kernels)
     total, filling = [], []
     for _ in range(num_runs + 1):
-        state = init_state(model, tokens, request, drafter=NoDraft())
+        state = init_state(flat, tokens, request, drafter=NoDraft())
         chunks, one = jnp.int32(num_chunks), jnp.int32(1)
         state, chunks, one = jax.block_until_ready((state, chunks, one))
         started = time.perf_counter()
-        state = jax.block_until_ready(fill(model, state, chunks))
+        state = jax.block_until_ready(fill(flat, state, chunks))
         filled = time.perf_counter()
-        state = run_steps(model, state, request, one, drafter=NoDraft(), kernels=kernels)
+        state = run_steps(flat, state, request, one, drafter=NoDraft(), kernels=kernels)
         jax.block_until_ready(state)
         total.append((time.perf_counter() - started) * 1e3)
         filling.append((filled - started) * 1e3)

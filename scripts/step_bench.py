@@ -16,6 +16,7 @@ from jaxspec import Drafter, GenerateConfig, Qwen3
 from jaxspec.cache import KVCache
 from jaxspec.decode import DecodeState, Request, init_state, run_steps
 from jaxspec.generation import make_request, with_kernels
+from jaxspec.model import FlatModel
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,7 +25,7 @@ class Program:
 
     drafter: Drafter
     kernels: str | None
-    run: Callable[[Qwen3, DecodeState, Request, jax.Array], DecodeState]
+    run: Callable[[FlatModel, DecodeState, Request, jax.Array], DecodeState]
     lower_seconds: float
     compile_seconds: float
 
@@ -43,6 +44,7 @@ class Bench:
 
     def __init__(self, model: Qwen3, *, batch_size: int, capacity: int, length: int) -> None:
         self.model, self.batch_size = model, batch_size
+        self.flat = FlatModel.of(model)
         self.capacity, self.length = capacity, length
         rng = np.random.default_rng(0)
         text = rng.integers(0, model.config.vocab_size, (batch_size, length), dtype=np.int32)
@@ -60,7 +62,7 @@ class Bench:
         num_steps = jax.ShapeDtypeStruct((), jnp.int32)
         started = time.perf_counter()
         lowered = run_steps.lower(
-            self.model, state, self.request, num_steps, drafter=drafter, kernels=kernels
+            self.flat, state, self.request, num_steps, drafter=drafter, kernels=kernels
         )
         lowered_at = time.perf_counter()
         compiled = lowered.compile()
@@ -71,12 +73,12 @@ class Bench:
         """Return shapes and dtypes of the state."""
         tokens = jax.ShapeDtypeStruct(self.text.shape, jnp.int32)
         begin = functools.partial(init_state, drafter=drafter)
-        return jax.eval_shape(begin, self.model, tokens, self.request)
+        return jax.eval_shape(begin, self.flat, tokens, self.request)
 
     def start(self, drafter: Drafter) -> DecodeState:
         """Return the state of texts of the bench's length, the live slots of the cache random."""
         tokens = jnp.asarray(self.text)
-        state = init_state(self.model, tokens, self.request, drafter=drafter)
+        state = init_state(self.flat, tokens, self.request, drafter=drafter)
         cache, self._cache = self._cache, None
         if cache is None:
             key, num_live = jax.random.key(1), jnp.int32(self.length - 1)
@@ -109,7 +111,7 @@ class Bench:
         state = self.rewind(state)
         steps = jax.block_until_ready(jnp.int32(num_steps))
         started = time.perf_counter()
-        state = jax.block_until_ready(program.run(self.model, state, self.request, steps))
+        state = jax.block_until_ready(program.run(self.flat, state, self.request, steps))
         return state, time.perf_counter() - started
 
 

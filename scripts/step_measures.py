@@ -16,6 +16,7 @@ from jaxspec import Qwen3
 from jaxspec.cache import KVCache
 from jaxspec.decode import LOOP_OPTIONS
 from jaxspec.layout import BlockLayout
+from jaxspec.model import FlatModel, whole_model
 
 Row = dict[str, Any]
 
@@ -66,7 +67,7 @@ def call_model(
 
 @functools.partial(jax.jit, static_argnames=("layout", "kernels"), compiler_options=LOOP_OPTIONS)
 def forward_loop(
-    model: Qwen3,
+    model: FlatModel,
     cache: KVCache,
     block_tokens: jax.Array,
     num_cached: jax.Array,
@@ -82,17 +83,19 @@ def forward_loop(
     moves the next block, so that no part of the forward can leave the loop. The cache is only read.
     """
 
+    whole = whole_model(model)
+
     def body(carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         step, logits = carry
         bit = (logits[:, 0, 0] > 1e30).astype(jnp.int32)
         moved = (step.astype(jnp.float32) * growth).astype(jnp.int32)
         logits = call_model(
-            model, block_tokens + bit[:, None], num_cached + moved + bit, cache, layout, kernels
+            whole, block_tokens + bit[:, None], num_cached + moved + bit, cache, layout, kernels
         )
         return step + 1, logits
 
     batch_size = block_tokens.shape[0]
-    shape = (batch_size, len(layout.logit_rows), model.config.vocab_size)
+    shape = (batch_size, len(layout.logit_rows), whole.config.vocab_size)
     carry = (jnp.int32(0), jnp.zeros(shape, jnp.float32))
     return jax.lax.while_loop(lambda carry: carry[0] < num_steps, body, carry)[1]
 
@@ -110,14 +113,14 @@ def measure_overhead(bench: Bench, program: Program, *, num_steps: int, num_runs
     num_cached = jnp.full((bench.batch_size,), bench.length - 1, jnp.int32)
     rest = (block_tokens, num_cached, jnp.float32(growth), jnp.int32(num_steps))
     forward = functools.partial(forward_loop, layout=layout, kernels=program.kernels)
-    jax.block_until_ready(forward(bench.model, state.cache, *rest))
+    jax.block_until_ready(forward(bench.flat, state.cache, *rest))
     loop, alone = [], []
     for _ in range(num_runs):
         state, seconds = bench.run(program, state, num_steps)
         taken = int(state.num_steps.max())
         loop.append(seconds / taken * 1e3)
         started = time.perf_counter()
-        jax.block_until_ready(forward(bench.model, state.cache, *rest))
+        jax.block_until_ready(forward(bench.flat, state.cache, *rest))
         alone.append((time.perf_counter() - started) / num_steps * 1e3)
     bench.keep(state)
     differences = [(a - b) * 1e3 for a, b in zip(loop, alone, strict=True)]
@@ -147,7 +150,7 @@ def profile_step(bench: Bench, program: Program, *, num_steps: int) -> Row:
     state, _ = bench.run(program, state, num_steps)
     state, steps = bench.rewind(state), jax.block_until_ready(jnp.int32(num_steps))
     with device_time.trace() as found:
-        state = program.run(bench.model, state, bench.request, steps)
+        state = program.run(bench.flat, state, bench.request, steps)
         jax.block_until_ready(state)
     taken = int(state.num_steps.max())
     bench.keep(state)
