@@ -41,7 +41,7 @@ class Case:
 
     def settings(self) -> dict[str, Any]:
         """Return the op's static arguments."""
-        return {"candidate_rows": self.candidate_rows()}
+        return {"candidate_rows": tuple(map(tuple, self.candidate_rows().tolist()))}
 
 
 CASES = (
