@@ -5,8 +5,6 @@ Slots at or past the number of cached tokens are garbage by definition: masked, 
 
 from __future__ import annotations
 
-from typing import Literal
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -15,8 +13,8 @@ from jaxtyping import Array, Bool, Float, Int
 from jaxspec.config import Qwen3Config
 from jaxspec.layout import BlockLayout
 from pallas_kernels import write_rows
+from pallas_kernels.dispatch import Implementation
 
-Kernels = Literal["triton", "interpret", "xla"] | None
 # S of a cache and T of a block's own rows meet in one signature, so the axis has no letter.
 KeyValue = tuple[Float[Array, "B K _ H"], Float[Array, "B K _ H"]]
 KVCache = tuple[KeyValue, ...]
@@ -50,7 +48,7 @@ def commit_block(
     num_cached: Int[Array, "B"],
     best_candidate: Int[Array, "B"],
     num_emitted: Int[Array, "B"],
-    kernels: Kernels = None,
+    kernels: Implementation | None = None,
 ) -> KVCache:
     """Write the K/V of the emitted tokens' rows to the slots from `num_cached` on.
 
@@ -89,7 +87,7 @@ def write_block(
     is_written: Bool[Array, "B W"],
     row_index: Int[Array, "B W"] | None = None,
     *,
-    kernels: Kernels = None,
+    kernels: Implementation | None = None,
 ) -> KVCache:
     """Write W rows of a block to the slots from `start` on, where `is_written`.
 

@@ -16,7 +16,6 @@ import jax
 import jax.numpy as jnp
 
 from jaxspec.cache import (
-    Kernels,
     KVCache,
     commit_block,
     committed_rows,
@@ -35,6 +34,7 @@ from jaxspec.sampling import (
     process_logits,
 )
 from jaxspec.verify import verify
+from pallas_kernels.dispatch import Implementation
 
 GREEDY = SamplingMode()
 UNFINISHED, FINISHED_BY_EOS, FINISHED_BY_LENGTH = range(3)
@@ -124,7 +124,7 @@ def prefill(
     num_chunks: jax.Array,
     *,
     chunk_size: int,
-    kernels: Kernels = None,
+    kernels: Implementation | None = None,
 ) -> DecodeState:
     """Cache the K/V of the prompts' first `num_chunks * chunk_size` tokens; emit nothing.
 
@@ -159,7 +159,7 @@ def decode_step(
     state: DecodeState,
     request: Request,
     drafter: Drafter,
-    kernels: Kernels = None,
+    kernels: Implementation | None = None,
     mode: SamplingMode = GREEDY,
 ) -> DecodeState:
     """Feed the current token and its drafts; append the tokens that the model agrees with."""
@@ -233,7 +233,7 @@ def commit(
     request: Request,
     layout: BlockLayout,
     block: KVCache,
-    kernels: Kernels = None,
+    kernels: Implementation | None = None,
 ) -> tuple[DecodeState, Outcome]:
     """Append the agreed tokens to each text, clipped at EOS, budget and capacity.
 
@@ -335,7 +335,7 @@ def run_steps(
     max_steps: jax.Array,
     *,
     drafter: Drafter,
-    kernels: Kernels = None,
+    kernels: Implementation | None = None,
     mode: SamplingMode = GREEDY,
 ) -> DecodeState:
     """Run steps until every row is finished, `max_steps` at most.

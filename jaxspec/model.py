@@ -17,7 +17,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from jaxspec.cache import Kernels, KeyValue, KVCache
+from jaxspec.cache import KeyValue, KVCache
 from jaxspec.config import Qwen3Config
 from jaxspec.layout import BlockLayout
 from pallas_kernels import (
@@ -30,9 +30,8 @@ from pallas_kernels import (
 )
 from pallas_kernels.attention import norm, num_counters
 from pallas_kernels.attention import rotate as rotate
-
-# Products of more rows are bound by arithmetic and not by memory: they are XLA's.
-MAX_PRODUCT_ROWS, MAX_HEAD_ROWS = 128, 64
+from pallas_kernels.dispatch import Implementation
+from pallas_kernels.linear import MAX_HEAD_ROWS, MAX_ROWS
 
 
 class RMSNorm(nnx.Module):
@@ -101,15 +100,17 @@ class Block:
     sin: jax.Array
     num_cached: jax.Array
     layout: BlockLayout
-    kernels: Kernels
+    kernels: Implementation | None
 
     @property
-    def product_kernels(self) -> Kernels:
+    def product_kernels(self) -> Implementation | None:
         """Return the implementation of products with the block's rows."""
         return product_kernels(self.kernels, self.cos.shape[0] * self.cos.shape[1])
 
 
-def product_kernels(kernels: Kernels, num_rows: int, most: int = MAX_PRODUCT_ROWS) -> Kernels:
+def product_kernels(
+    kernels: Implementation | None, num_rows: int, most: int = MAX_ROWS
+) -> Implementation | None:
     """Return the implementation of a product with so many rows."""
     return kernels if num_rows <= most else "xla"
 
@@ -267,7 +268,7 @@ class Qwen3(nnx.Module):
         num_cached: Int[Array, "B"],
         cache: KVCache | None,
         layout: BlockLayout,
-        kernels: Kernels = None,
+        kernels: Implementation | None = None,
     ) -> tuple[Float[Array, "B R V"], KVCache]:
         """Run one block of rows through the model.
 
@@ -291,7 +292,7 @@ class Qwen3(nnx.Module):
         num_cached: Int[Array, "B"],
         cache: KVCache | None,
         layout: BlockLayout,
-        kernels: Kernels = None,
+        kernels: Implementation | None = None,
     ) -> tuple[PreNorm, KVCache]:
         """Return the last layer's output, one row per token of the block, and the block's K/V."""
         table = self.embed_tokens[...]
@@ -312,7 +313,7 @@ class Qwen3(nnx.Module):
         return rows, tuple(kv)
 
     def logits(
-        self, rows: PreNorm, layout: BlockLayout, kernels: Kernels = None
+        self, rows: PreNorm, layout: BlockLayout, kernels: Implementation | None = None
     ) -> Float[Array, "B R V"]:
         """Return float32 logits of the layout's logit rows."""
         batch_size = rows.x.shape[0] // layout.num_rows

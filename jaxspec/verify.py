@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
@@ -11,6 +9,7 @@ from jaxtyping import Array, Float, Int
 from jaxspec.drafters.protocol import Outcome, Proposal
 from jaxspec.layout import BlockLayout
 from pallas_kernels import argmax_partial, verify_greedy
+from pallas_kernels.dispatch import Implementation
 
 
 def verify(
@@ -20,7 +19,7 @@ def verify(
     *,
     scores: Float[Array, "B R V"] | None = None,
     num_valid: int | None = None,
-    implementation: Literal["triton", "interpret", "xla"] | None = None,
+    implementation: Implementation | None = None,
 ) -> Outcome:
     """Pick the target token after every logit row and accept the longest agreeing prefix.
 

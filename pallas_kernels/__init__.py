@@ -5,8 +5,9 @@ the rounding of their dtype.
 
 Axis letters: B batch rows, P text capacity in tokens, M draft tokens, R rows of logits,
 V vocabulary, Q partial results of a row, T tokens of a block, C candidates. Of caches: K heads,
-S slots, H head width, W rows to write. Of pools: R entries, N tokens of an n-gram, n new ones,
-G n-grams found.
+S slots, H head width, W rows to write. Of attention: G query heads of a kv head, X = G + 2 heads
+of a fused projection, H2 half of H. Of products: R rows, D or K inner width, N or F columns. Of
+pools: R entries, N tokens of an n-gram, n new ones, G n-grams found.
 
 Every op takes ``implementation``: "triton" (compiled Pallas kernel), "interpret" (the same
 kernel body, interpreted), "xla" (plain jnp), or None: by platform, see ``dispatch``.

@@ -13,6 +13,7 @@ import jax
 import plotting
 import rich.box
 import rich.console
+from options import PROMPTS, dtype_option, model_option, out_option, prompts_option
 from reporting import machine, report
 from rich.table import Table
 
@@ -21,17 +22,10 @@ from jaxspec import Drafter, GenerateConfig, drafters, evaluation, text, tuning
 from jaxspec.evaluation import Prompt, Row
 from jaxspec.runner import Runner
 
-PROMPTS = Path(__file__).parents[1] / "benchmarks" / "prompts"
-
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"], "show_default": True})
-@click.option("--model", default=None, help="HF model directory.  [default: the bundled model]")
-@click.option(
-    "--prompts",
-    multiple=True,
-    type=click.Path(exists=True, dir_okay=False),
-    help="JSON lines with id and prompt.  [default: all of benchmarks/prompts]",
-)
+@model_option
+@prompts_option
 @click.option(
     "--spec",
     "specs",
@@ -42,19 +36,14 @@ PROMPTS = Path(__file__).parents[1] / "benchmarks" / "prompts"
 )
 @click.option("--promptlookup", help="M,NGRAM,MIN.  [default: the platform's]")
 @click.option("--lookahead", help="W,N,G.  [default: the platform's]")
-@click.option(
-    "--dtype",
-    type=click.Choice(["float32", "bfloat16", "float16"]),
-    default=None,
-    help="Of weights and activations.  [default: float32 on CPU, bfloat16 on GPU]",
-)
+@dtype_option
 @click.option("--max-new-tokens", type=click.IntRange(min=1), default=256)
 @click.option("--repeats", type=click.IntRange(min=1), default=3, help="Timed runs of each text.")
 @click.option("--sweep", is_flag=True, help="Also try many settings of each mode.")
 @click.option("--cost", is_flag=True, help="Also time a step by the rows of its block.")
 @click.option("--time-limit", type=float, default=None, help="Stop after about so many seconds.")
 @click.option("--plot", type=click.Path(dir_okay=False), help="Draw the acceptance, a PNG file.")
-@click.option("--out", type=click.Path(dir_okay=False), help="Append the JSON lines to a file.")
+@out_option
 def decode(**flags: Any) -> None:
     """Compare the drafters on prompts, one at a time: speed, acceptance, equality with none.
 

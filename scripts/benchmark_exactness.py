@@ -13,7 +13,16 @@ import command
 import jax
 import rich.box
 import rich.console
-from options import KERNELS, integers, kernel_names
+from options import (
+    KERNELS,
+    PROMPTS,
+    dtype_option,
+    integers,
+    kernel_names,
+    model_option,
+    out_option,
+    prompts_option,
+)
 from reporting import machine, report
 from rich.table import Table
 
@@ -23,7 +32,6 @@ from jaxspec.runner import Run, Runner
 from jaxspec.stats import first_difference
 
 Row = dict[str, Any]
-PROMPTS = Path(__file__).parents[1] / "benchmarks" / "prompts"
 SAME_WIDTH, ONE_ROW = "same width", "one row"
 
 
@@ -39,21 +47,11 @@ class Comparison:
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"], "show_default": True})
-@click.option("--model", default=None, help="HF model directory.  [default: the bundled model]")
-@click.option(
-    "--prompts",
-    multiple=True,
-    type=click.Path(exists=True, dir_okay=False),
-    help="JSON lines with id and prompt.  [default: all of benchmarks/prompts]",
-)
+@model_option
+@prompts_option
 @click.option("--limit", type=click.IntRange(min=1), default=None, help="Most prompts.")
 @click.option("--max-new-tokens", type=click.IntRange(min=1), default=1300)
-@click.option(
-    "--dtype",
-    type=click.Choice(["float32", "bfloat16", "float16"]),
-    default=None,
-    help="[default: float32 on CPU, bfloat16 on GPU]",
-)
+@dtype_option
 @click.option("--kernels", default="default", callback=kernel_names,
               help=f"Implementations to run with, of {', '.join(KERNELS)}.")  # fmt: skip
 @click.option("--promptlookup", default="7", callback=integers, help="Draft tokens M to try.")
@@ -64,7 +62,7 @@ class Comparison:
     default=None,
     help="Start no new prompt after so many seconds.",
 )
-@click.option("--out", type=click.Path(dir_okay=False), help="Append the JSON lines to a file.")
+@out_option
 def exactness(**flags: Any) -> int:
     """Compare promptlookup and lookahead with plain decoding, texts running on after their end.
 

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 from device_time import DeviceTime, device_time, launch_gap
 from kernel_calls import FOLDERS, OPS, Call, cases_of, check_equal, make_call
+from options import out_option
 from rates import measure_copy_rate
 from reporting import machine, report
 
@@ -57,7 +58,7 @@ def variants_of(name: str) -> list[dict[str, Any]]:
 
 
 @click.command()
-@click.option("--out", type=click.Path(dir_okay=False), help="Append the JSON lines to a file.")
+@out_option
 @click.option("--op", "ops", type=click.Choice(OPS), multiple=True, help="Only this op.")
 @click.option("--sweep", is_flag=True, help="Also try block sizes and warps on each kernel.")
 @click.option("--smoke", is_flag=True, help="Tiny sizes, kernels interpreted: runs anywhere.")

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import peers
 import step_tables
 from first_token import compile_prefill, measure_first_token
-from options import KERNELS, integers, kernel_names
+from options import KERNELS, dtype_option, integers, kernel_names, out_option
 from rates import measure_copy_rate, measure_product_rate, measure_read_rate
 from reporting import machine, report
 from shapes import SHAPES, config_of, key_value_bytes, random_model, weight_bytes
@@ -45,12 +45,7 @@ ROWS = "1,8,16,56,64,84,120,128"
     callback=kernel_names,
     help=f"Implementations to compare, of {', '.join(KERNELS)}.",
 )
-@click.option(
-    "--dtype",
-    type=click.Choice(["float32", "bfloat16", "float16"]),
-    default=None,
-    help="[default: float32 on CPU, bfloat16 on GPU]",
-)
+@dtype_option
 @click.option("--step/--no-step", "is_timed", default=True, help="Time the steps of --rows.")
 @click.option("--profile", is_flag=True, help="Also list a step's kernels by device time.")
 @click.option("--overhead", is_flag=True, help="Also time the drafters' loops less the forward.")
@@ -70,7 +65,7 @@ ROWS = "1,8,16,56,64,84,120,128"
     default=None,
     help="Start nothing new after so many seconds; transformers is stopped then.",
 )
-@click.option("--out", type=click.Path(dir_okay=False), help="Append the JSON lines to a file.")
+@out_option
 def step(**flags: Any) -> int:
     """Time a decode step of random models, in the product's own loop.
 

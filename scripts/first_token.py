@@ -23,7 +23,9 @@ Row = dict[str, Any]
 
 def compile_prefill(bench: Bench, kernels: str | None) -> Row:
     """Return the seconds to compile the prefill, in chunks as the library chooses them."""
-    chunk_size, _ = prefill_chunks(GenerateConfig(), capacity=bench.capacity, longest_prompt=1)
+    chunk_size, _ = prefill_chunks(
+        GenerateConfig(), capacity=bench.capacity, longest_prompt=bench.length
+    )
     state = bench.abstract_state(NoDraft())
     started = time.perf_counter()
     lowered = prefill.lower(

@@ -1,9 +1,30 @@
-"""Options that are lists: `1,8,16` and `triton,xla`."""
+"""Options that commands share, and those that are lists: `1,8,16` and `triton,xla`."""
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import click
 
+PROMPTS = Path(__file__).parents[1] / "benchmarks" / "prompts"
+model_option = click.option(
+    "--model", default=None, help="HF model directory.  [default: the bundled model]"
+)
+prompts_option = click.option(
+    "--prompts",
+    multiple=True,
+    type=click.Path(exists=True, dir_okay=False),
+    help="JSON lines with id and prompt.  [default: all of benchmarks/prompts]",
+)
+dtype_option = click.option(
+    "--dtype",
+    type=click.Choice(["float32", "bfloat16", "float16"]),
+    default=None,
+    help="Of weights and activations.  [default: float32 on CPU, bfloat16 on GPU]",
+)
+out_option = click.option(
+    "--out", type=click.Path(dir_okay=False), help="Append the JSON lines to a file."
+)
 KERNELS = ("default", "triton", "interpret", "xla")
 
 

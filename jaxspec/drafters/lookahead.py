@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +13,7 @@ from jaxspec.drafters import ngram_pool
 from jaxspec.drafters.ngram_pool import NgramPool
 from jaxspec.drafters.protocol import Leaf, Outcome, Proposal, current_tokens
 from jaxspec.layout import BlockLayout, check_num_rows
+from pallas_kernels.dispatch import Implementation
 
 
 @jax.tree_util.register_dataclass
@@ -58,7 +58,7 @@ class Lookahead:
     ngram_size: int = 5
     num_candidates: int = 7
     pool_size: int = 4096
-    kernels: Literal["triton", "interpret", "xla"] | None = None
+    kernels: Implementation | None = None
 
     def __post_init__(self) -> None:
         least = {"window_size": 1, "ngram_size": 2, "num_candidates": 0, "pool_size": 1}

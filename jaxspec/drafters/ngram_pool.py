@@ -7,15 +7,13 @@ if the dictionary held `pool_size` n-grams in all and forgot the least recently 
 from __future__ import annotations
 
 import dataclasses
-from typing import Literal
 
 import jax
 import jax.numpy as jnp
 
 from jaxspec.drafters.protocol import Leaf
 from pallas_kernels import insert_ngrams, lookup_ngrams
-
-Kernels = Literal["triton", "interpret", "xla"] | None
+from pallas_kernels.dispatch import Implementation
 
 
 @jax.tree_util.register_dataclass
@@ -82,7 +80,7 @@ def _has_later_copy(grams: jax.Array, is_gram: jax.Array) -> jax.Array:
 
 
 def lookup(
-    pool: NgramPool, key: jax.Array, *, num_candidates: int, kernels: Kernels = None
+    pool: NgramPool, key: jax.Array, *, num_candidates: int, kernels: Implementation | None = None
 ) -> tuple[jax.Array, jax.Array]:
     """Return the most recently seen n-grams that start with a key.
 
@@ -102,7 +100,7 @@ def lookup(
 
 
 def insert(
-    pool: NgramPool, grams: jax.Array, is_gram: jax.Array, *, kernels: Kernels = None
+    pool: NgramPool, grams: jax.Array, is_gram: jax.Array, *, kernels: Implementation | None = None
 ) -> NgramPool:
     """Add n-grams as the most recently seen ones; copies seen before are dropped.
 

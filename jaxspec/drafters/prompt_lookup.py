@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +10,7 @@ import jax.numpy as jnp
 from jaxspec.drafters.protocol import Outcome, Proposal, current_tokens
 from jaxspec.layout import BlockLayout, check_num_rows
 from pallas_kernels import find_ngram
+from pallas_kernels.dispatch import Implementation
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,7 +35,7 @@ class PromptLookup:
     ngram_size: int = 16
     min_ngram_size: int = 1
     match: str = "last"
-    kernels: Literal["triton", "interpret", "xla"] | None = None
+    kernels: Implementation | None = None
 
     def __post_init__(self) -> None:
         if self.num_draft_tokens < 1:

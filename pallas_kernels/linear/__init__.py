@@ -16,6 +16,9 @@ from jaxtyping import Float
 
 from pallas_kernels.dispatch import Implementation, dispatch
 
+# Products of more rows are bound by arithmetic, and XLA's are faster; a head's earlier.
+MAX_ROWS, MAX_HEAD_ROWS = 128, 64
+
 
 class PreNorm(NamedTuple):
     """Rows that an RMSNorm is to be applied to.
@@ -134,6 +137,11 @@ def linear_residual(
         raise ValueError(
             f"residual {residual.shape} and norm_weight {norm_weight.shape} are not "
             f"{expected} and {expected[1:]}"
+        )
+    if residual.dtype != x.dtype or norm_weight.dtype != x.dtype:
+        raise ValueError(
+            f"residual has dtype {residual.dtype} and norm_weight {norm_weight.dtype}, "
+            f"but the rows have {x.dtype}"
         )
     y, scaled, squares = dispatch(
         __name__, "linear_residual", implementation, x, weight, residual, norm_weight

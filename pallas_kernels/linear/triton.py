@@ -19,8 +19,7 @@ from jax.experimental.pallas import triton as plt
 from jaxtyping import Float
 
 from pallas_kernels.device import require_hopper
-
-MAX_ROWS = 128
+from pallas_kernels.linear import MAX_HEAD_ROWS, MAX_ROWS
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,14 +42,11 @@ class Tiling:
     num_programs: int = 1
 
 
-# Fastest on an H200 by kind of product and most rows, see benchmarks/h200.md.
+# By kind of product and most rows, the fastest of those tried on an H200 at the 8B shape: see
+# benchmarks/h200.md.
 TILINGS = {
     "scale": {16: Tiling(64, 128, 4, 6), 64: Tiling(64, 128, 4, 5), 128: Tiling(64, 128, 4, 4)},
-    "head": {
-        16: Tiling(64, 128, 4, 4),
-        64: Tiling(128, 128, 8, 4),
-        128: Tiling(128, 128, 8, 3),
-    },
+    "head": {16: Tiling(64, 128, 4, 4), 64: Tiling(128, 128, 8, 4)},
     "swiglu": {128: Tiling(128, 64, 8, 4)},
     "residual": {
         16: Tiling(64, 128, 4, 8, 64),
@@ -79,12 +75,16 @@ class _Plan:
     out_dtype: jax.typing.DTypeLike
 
     def rows(self, part=0):
-        """Return the slice of a block of rows; its start is traced, as it passes the end."""
+        """Return the slice of the block of rows, of an array `part` arrays below the first.
+
+        The grid's last axis has one entry: it makes the start a traced number, which may pass the
+        end of an array (masks drop what is there), where a constant one is refused.
+        """
         return pl.ds(pl.program_id(2) * self.row_block + part * self.num_rows, self.row_block)
 
-    def row_mask(self, *shape, axis=0):
-        """Return which entries of an array with the block of rows on `axis` are real rows."""
-        return jax.lax.broadcasted_iota(jnp.int32, shape, axis) < self.num_rows
+    def row_mask(self, *shape):
+        """Return which entries of an array with the block of rows on axis 0 are real rows."""
+        return jax.lax.broadcasted_iota(jnp.int32, shape, 0) < self.num_rows
 
     def mask(self, block_n):
         """Return which entries of a block of the result there are."""
@@ -167,7 +167,7 @@ def _start(refs, block_n, plan: _Plan):
     part_block = pl.next_power_of_2(plan.num_parts)
     part = jax.lax.broadcasted_iota(jnp.int32, (plan.row_block, part_block), 1)
     mask = (part < plan.num_parts) & plan.row_mask(*part.shape)
-    parts = pl.ds(pl.program_id(2) * part_block, part_block)
+    parts = pl.ds(pl.program_id(2) * part_block, part_block)  # traced, as the rows' start
     return plt.load(squares_ref.at[plan.rows(), parts], mask=mask, other=0.0)
 
 
@@ -247,8 +247,9 @@ def _run(kind, x, weight, extra, *, num_columns, eps=0.0, out_dtype, tiling=None
     """
     require_hopper(interpret)
     num_rows, inner = x.shape
-    if num_rows > MAX_ROWS:
-        raise NotImplementedError(f"{num_rows} rows are more than {MAX_ROWS}")
+    most = MAX_HEAD_ROWS if kind == "head" else MAX_ROWS
+    if num_rows > most:
+        raise NotImplementedError(f"{num_rows} rows are more than {most}")
     if x.dtype not in (jnp.bfloat16, jnp.float32):
         raise NotImplementedError(f"rows of dtype {x.dtype} are neither bfloat16 nor float32")
     if weight.size > 2**31 - 1:

@@ -252,10 +252,11 @@ CALLS = {
 }
 
 
-@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
-def test_what_the_kernel_does_not_take_is_refused(call):
-    with pytest.raises(NotImplementedError, match="129 rows are more than 128"):
-        call(129, jnp.float32)
+@pytest.mark.parametrize("kind, call", CALLS.items(), ids=CALLS)
+def test_what_the_kernel_does_not_take_is_refused(kind, call):
+    most = 64 if kind == "head" else 128
+    with pytest.raises(NotImplementedError, match=f"{most + 1} rows are more than {most}"):
+        call(most + 1, jnp.float32)
     with pytest.raises(NotImplementedError, match="dtype float16 are neither bfloat16 nor"):
         call(1, jnp.float16)
 
@@ -336,6 +337,12 @@ RESIDUAL = dict(x=array(3, 8), weight=array(8, 6), residual=array(3, 6), norm_we
             r"residual \(3, 5\) and norm_weight \(6,\) are not \(3, 6\) and \(6,\)",
         ),
         (linear_residual, RESIDUAL, dict(residual=array(2, 6)), r"residual \(2, 6\) and"),
+        (
+            linear_residual,
+            RESIDUAL,
+            dict(norm_weight=RESIDUAL["norm_weight"].astype(jnp.bfloat16)),
+            "norm_weight bfloat16, but the rows have float32",
+        ),
         (linear_residual, RESIDUAL, dict(norm_weight=array(8)), r"norm_weight \(8,\) are not"),
     ],
 )
