@@ -40,11 +40,14 @@ GREEDY = SamplingMode()
 UNFINISHED, FINISHED_BY_EOS, FINISHED_BY_LENGTH = range(3)
 NO_END = 2**31 - 1
 # A GPU then runs the loop as one CUDA graph and does not ask the host after every step. (XLA's own
-# list, and the two that make up a loop.)
+# list, and the two that make up a loop; and even if there are few operations around the loop.)
 LOOP_OPTIONS = {
     "xla_gpu_enable_command_buffer": "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,"
-    "DYNAMIC_SLICE_FUSION,WHILE,CONDITIONAL"
+    "DYNAMIC_SLICE_FUSION,WHILE,CONDITIONAL",
+    "xla_gpu_graph_min_graph_size": 1,
 }
+# Prefill has few and long kernels: to make a graph of them takes longer than it saves.
+PREFILL_OPTIONS = {"xla_gpu_graph_min_graph_size": 2**30}
 
 
 @jax.tree_util.register_dataclass
@@ -117,7 +120,12 @@ def init_state(
     )
 
 
-@functools.partial(jax.jit, static_argnames=("chunk_size", "kernels"), donate_argnames=("state",))
+@functools.partial(
+    jax.jit,
+    static_argnames=("chunk_size", "kernels"),
+    donate_argnames=("state",),
+    compiler_options=PREFILL_OPTIONS,
+)
 def prefill(
     model: Qwen3 | FlatModel,
     state: DecodeState,

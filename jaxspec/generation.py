@@ -180,24 +180,28 @@ def _stream(
     state = fill(flat, state, jnp.int32(0))
     state = jax.block_until_ready(run(state, 0))
     compiled = time.perf_counter()
+    # No step emits less than one token, so the budget bounds the number of steps.
+    num_steps = steps_per_chunk or config.max_new_tokens
     state = fill(flat, state, jnp.int32(num_chunks))
-    state = jax.block_until_ready(state)
-    prefilled = time.perf_counter()
+    # The loop is queued while the prompts are being cached; this is ready when they are.
+    mark = state.length + 0
+    state = run(state, num_steps)
+    jax.block_until_ready(mark)
+    prefilled = chunk_started = time.perf_counter()
     decode_seconds = 0.0
-    is_finished = False
-    while not is_finished:
-        chunk_started = time.perf_counter()
-        # No step emits less than one token, so the budget bounds the number of steps.
-        state = run(state, steps_per_chunk or config.max_new_tokens)
+    while True:
         generation = _to_host(state, request)
         decode_seconds += time.perf_counter() - chunk_started
-        is_finished = generation.is_finished
         yield dataclasses.replace(
             generation,
             compile_seconds=compiled - started,
             prefill_seconds=prefilled - compiled,
             decode_seconds=decode_seconds,
         )
+        if generation.is_finished:
+            return
+        chunk_started = time.perf_counter()
+        state = run(state, num_steps)
 
 
 def prefill_chunks(

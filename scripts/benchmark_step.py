@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import peers
 import step_tables
-from first_token import compile_prefill, measure_first_token
+from first_token import compile_prefill, measure_first_token, profile_prefill
 from options import KERNELS, dtype_option, integers, kernel_names, out_option
 from rates import measure_copy_rate, measure_product_rate, measure_read_rate
 from reporting import machine, report
@@ -37,7 +37,7 @@ ROWS = "1,8,16,56,64,84,120,128"
 @click.option("--batch", type=POSITIVE, default=1, help="Texts decoded at once.")
 @click.option("--capacity", type=POSITIVE, default=2048, help="Slots of text and cache.")
 @click.option("--length", type=POSITIVE, default=512, help="Known tokens at the start.")
-@click.option("--steps", type=POSITIVE, default=64, help="Steps of one timed call.")
+@click.option("--steps", type=POSITIVE, default=128, help="Steps of one timed call.")
 @click.option("--runs", type=POSITIVE, default=7, help="Timed calls; figures are medians.")
 @click.option(
     "--kernels",
@@ -290,4 +290,12 @@ class StepBenchmark:
                 kernels=kernels,
                 product_rate=self.rates["product_rate"],
                 num_runs=self.flags["runs"],
+            )
+        if self.flags["ttft"] and self.flags["profile"]:
+            self.measure(
+                {"measure": "profile", "program": "prefill"} | label,
+                profile_prefill,
+                bench.model,
+                prompt_tokens=self.flags["prompt_tokens"],
+                kernels=kernels,
             )

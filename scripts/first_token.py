@@ -7,6 +7,7 @@ import statistics
 import time
 from typing import Any
 
+import device_time
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,7 +15,7 @@ from shapes import matrix_parameters
 from step_bench import Bench
 
 from jaxspec import GenerateConfig, NoDraft, Qwen3
-from jaxspec.decode import init_state, prefill, run_steps
+from jaxspec.decode import Request, init_state, prefill, run_steps
 from jaxspec.generation import make_request, prefill_chunks
 from jaxspec.model import FlatModel
 
@@ -43,13 +44,10 @@ def compile_prefill(bench: Bench, kernels: str | None) -> Row:
     )
 
 
-def measure_first_token(
-    model: Qwen3, *, prompt_tokens: int, kernels: str | None, product_rate: float, num_runs: int
-) -> Row:
-    """Time prefill and first step of a random prompt, against the time of the products alone.
-
-    The products are those of the layers for all but the last token, and one row of the head.
-    """
+def _random_prompt(
+    model: Qwen3, prompt_tokens: int, kernels: str | None
+) -> tuple[jax.Array, Request, int, int]:
+    """Return text and request of one random prompt, and its chunks: their size and number."""
     rng = np.random.default_rng(0)
     prompt = rng.integers(0, model.config.vocab_size, prompt_tokens).tolist()
     config = GenerateConfig(max_new_tokens=256, eos_token_ids=(), kernels=kernels)
@@ -57,6 +55,38 @@ def measure_first_token(
     chunk_size, num_chunks = prefill_chunks(
         config, capacity=tokens.shape[1], longest_prompt=prompt_tokens
     )
+    return tokens, request, chunk_size, num_chunks
+
+
+def profile_prefill(model: Qwen3, *, prompt_tokens: int, kernels: str | None) -> Row:
+    """Return what the prefill of a random prompt costs the device, and its 40 dearest kernels.
+
+    Raises:
+      RuntimeError: the profiler saw no kernel of a GPU.
+    """
+    tokens, request, chunk_size, num_chunks = _random_prompt(model, prompt_tokens, kernels)
+    flat = FlatModel.of(model)
+    state = init_state(flat, tokens, request, drafter=NoDraft())
+    fill = functools.partial(prefill, chunk_size=chunk_size, kernels=kernels)
+    state = jax.block_until_ready(fill(flat, state, jnp.int32(0)))
+    chunks = jax.block_until_ready(jnp.int32(num_chunks))
+    with device_time.trace() as found:
+        jax.block_until_ready(fill(flat, state, chunks))
+    if not found:
+        raise RuntimeError("the profiler saw no kernel of a GPU")
+    total, table = device_time.kernel_table(found, 1)
+    chunked = {"prompt_tokens": prompt_tokens, "chunk_size": chunk_size}
+    return chunked | total | {"num_names": len(table), "kernel_rows": table[:40]}
+
+
+def measure_first_token(
+    model: Qwen3, *, prompt_tokens: int, kernels: str | None, product_rate: float, num_runs: int
+) -> Row:
+    """Time prefill and first step of a random prompt, against the time of the products alone.
+
+    The products are those of the layers for all but the last token, and one row of the head.
+    """
+    tokens, request, chunk_size, num_chunks = _random_prompt(model, prompt_tokens, kernels)
     flat = FlatModel.of(model)
     fill = functools.partial(prefill, chunk_size=chunk_size, kernels=kernels)
     total, filling = [], []
@@ -65,9 +95,12 @@ def measure_first_token(
         chunks, one = jnp.int32(num_chunks), jnp.int32(1)
         state, chunks, one = jax.block_until_ready((state, chunks, one))
         started = time.perf_counter()
-        state = jax.block_until_ready(fill(flat, state, chunks))
-        filled = time.perf_counter()
+        state = fill(flat, state, chunks)
+        # As in generation: the loop is queued while the prompt is being cached.
+        mark = state.length + 0
         state = run_steps(flat, state, request, one, drafter=NoDraft(), kernels=kernels)
+        jax.block_until_ready(mark)
+        filled = time.perf_counter()
         jax.block_until_ready(state)
         total.append((time.perf_counter() - started) * 1e3)
         filling.append((filled - started) * 1e3)

@@ -48,6 +48,31 @@ def norm_rotate(x, partner, cos, sin, weight_ref, eps):
     return (rounded(x * cos) + jnp.where(is_low[None], -turned, turned)).astype(dtype)
 
 
+def norm_rotate_halves(halves, weights, cos, sin, eps):
+    """Norm and rotate heads given as two halves, and return them so.
+
+    Rounds as the reference does.
+    """
+    dtype = halves[0].dtype
+    width = 2 * halves[0].shape[1]
+
+    def rounded(x):
+        return x.astype(dtype).astype(jnp.float32)
+
+    cos, sin, *halves = (part.astype(jnp.float32) for part in (cos, sin, *halves))
+    squares = sum(jnp.sum(half * half, axis=1) for half in halves)
+    scale = jax.lax.rsqrt(squares / width + eps)[:, None]
+    low, high = (
+        rounded(rounded(half * scale) * weight.astype(jnp.float32)[None])
+        for half, weight in zip(halves, weights, strict=True)
+    )
+    low, high = (
+        rounded(low * cos) - rounded(high * sin),
+        rounded(high * cos) + rounded(low * sin),
+    )
+    return low.astype(dtype), high.astype(dtype)
+
+
 def accumulate(state, scores, value, scale, precision):
     """Add a tile of keys to a running softmax. Invisible keys have a score of -inf.
 

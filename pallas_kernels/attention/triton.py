@@ -1,11 +1,10 @@
 """Pallas Triton form of block_attention.
 
-Decoding is one launch: programs split the keys of a kv head among them (flash-decoding), and the
-last one to arrive combines their partial results. Keys fall into tiles by their position in the
-text, cached or not, and tiles into splits, so that of blocks of up to 16 rows that continue the
-text a row's result has the same bits whatever block it is part of (in a batch of the same size),
-and only tiles with live keys cost anything. A long block that continues the text
-(prefill) is normed and rotated by XLA and has enough rows to keep a GPU busy without splits.
+Blocks of a few rows are one launch: programs split the keys of a kv head among them
+(flash-decoding), and the last one to arrive combines their partial results. Keys fall into tiles by
+their position in the text, cached or not, and tiles into splits, so that of blocks that continue
+the text a row's result has the same bits whatever block it is part of (in a batch of the same
+size), and only tiles with live keys cost anything. Blocks of more rows are in ``long``.
 """
 
 from functools import partial
@@ -18,37 +17,20 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 from jaxtyping import Float, Int
 
-from pallas_kernels.attention.prefill.triton import prefill
-from pallas_kernels.attention.reference import mask_array, precision_of, split_qkv
+from pallas_kernels.attention.long.triton import long_attention
+from pallas_kernels.attention.reference import mask_array, precision_of
 from pallas_kernels.attention.tile import LOG2_E, Tiles, accumulate, norm_rotate, product
 from pallas_kernels.device import require_hopper
 
-# Blocks that continue the text: up to so many rows give bits that do not depend on the width, and
-# from more than so many rows on it is prefill.
+# Up to so many rows are one launch, and blocks that continue the text give bits that do not depend
+# on the width; from more than so many rows on such a block is prefill.
 NARROW_ROWS, PREFILL_ROWS = 16, 128
 # Programs that fill the device once, and the most parts to split the keys of one into.
 NUM_PROGRAMS, MAX_SPLITS = 128, 32
 
 
-# By the kind of block, and whether products are full f32, which run on no tensor core. Query rows
-# are the short side of the products: their number changes no bits.
-TILES = {
-    ("short", False): Tiles(16, 128, 8, 2),
-    ("narrow", False): Tiles(32, 128, 8, 3),
-    ("wide", False): Tiles(32, 128, 8, 2),
-    ("prefill", False): Tiles(128, 64, 8, 3),
-    ("short", True): Tiles(16, 16, 8, 2),
-    ("narrow", True): Tiles(16, 16, 8, 2),
-    ("wide", True): Tiles(32, 16, 8, 2),
-    ("prefill", True): Tiles(16, 32, 8, 2),
-}
-# Caches up to so many slots, and so many query rows of a kv head, are "short": latency counts for
-# more than reading keys once.
-SHORT_CAPACITY, SHORT_ROWS = 8192, 32
 # Splits that are combined at a time.
 COMBINED_SPLITS = 4
-# Keys of the block that are normed and rotated at a time.
-WRITE_TILE = 64
 
 
 class _Block(NamedTuple):
@@ -62,7 +44,6 @@ class _Block(NamedTuple):
     key_tile: int
     num_splits: int
     combined_splits: int
-    write_tile: int
     has_mask: bool
     eps: float
     precision: jax.lax.Precision
@@ -133,9 +114,10 @@ def _attention_kernel(
         is_query = row < block.num_rows
         parts = load_heads(row[:, None], group[:, None], is_query[:, None])
 
-        def write_keys(i, _):
-            """Norm and rotate a few of the block's keys, and write them and their values."""
-            row = i * block.write_tile + jnp.arange(block.write_tile, dtype=jnp.int32)[:, None]
+        def write_keys():
+            """Norm and rotate the block's keys, and write them and their values."""
+            num_rows = pl.next_power_of_2(block.num_rows)
+            row = jnp.arange(num_rows, dtype=jnp.int32)[:, None]
             mask = row < block.num_rows
             key = norm_rotate(*load_heads(row, block.groups, mask), k_norm_ref, block.eps)
             index = (batch, row, head, block.groups + 1, column)
@@ -157,9 +139,7 @@ def _attention_kernel(
 
         cached = load_cached(first)
 
-        @pl.when(first < num_tiles)
-        def _():
-            jax.lax.fori_loop(0, -(-block.num_rows // block.write_tile), write_keys, None)
+        pl.when(first < num_tiles)(write_keys)
 
         query = norm_rotate(*parts, q_norm_ref, block.eps)
         if not block.interpret:
@@ -285,6 +265,25 @@ def _attention_kernel(
                 combine(query_row)
 
 
+def _tiles(num_rows: int, num_query_rows: int, capacity: int, dtype, *, is_prefill: bool) -> Tiles:
+    """Return the tiles that suit a block best; full f32 products run on no tensor core.
+
+    The query rows and stages of a narrow block change no bits.
+    """
+    if dtype == jnp.float32:
+        return Tiles(16, 16 if num_rows <= NARROW_ROWS else 32, 8, 2)
+    if num_rows <= NARROW_ROWS:
+        # In a short cache latency counts for more than reading keys once.
+        row_tile = 16 if num_query_rows <= 32 and capacity <= 8192 else 32
+        num_stages = 1 if capacity <= 4096 else 2 if row_tile == 16 else 3
+        return Tiles(row_tile, 128, 8, num_stages)
+    if is_prefill:
+        return Tiles(128, 64, 4, 2) if num_rows > 1024 else Tiles(64, 64, 4, 3)
+    if capacity > 8192:
+        return Tiles(128, 64, 8, 3)
+    return Tiles(64, 32 if num_rows <= 64 else 64, 4, 3)
+
+
 def block_attention(
     qkv: Float[Array, "B T K X H"],
     cos: Float[Array, "B T H2"],
@@ -323,29 +322,43 @@ def block_attention(
     if cache_key is None or cache_value is None:
         cache_key = cache_value = jnp.zeros((batch_size, kv_heads, 1, head_dim), qkv.dtype)
         num_cached = jnp.zeros_like(num_cached)
-    kind = "narrow" if num_rows <= NARROW_ROWS and mask is None else "wide"
-    if kind == "narrow" and num_rows * (heads - 2) <= SHORT_ROWS:
-        kind = "short" if cache_key.shape[2] <= SHORT_CAPACITY else kind
-    if num_rows > PREFILL_ROWS and mask is None:
-        kind = "prefill"
-    tiles = TILES[kind, qkv.dtype == jnp.float32]
-    most_rows = max(pl.next_power_of_2(num_rows * (heads - 2)), 16)
+    num_query_rows = num_rows * (heads - 2)
+    is_prefill = num_rows > PREFILL_ROWS and mask is None
+    capacity = cache_key.shape[2]
+    tiles = _tiles(num_rows, num_query_rows, capacity, qkv.dtype, is_prefill=is_prefill)
     tiles = Tiles(
-        row_tile or min(tiles.rows, most_rows),
+        row_tile or min(tiles.rows, max(pl.next_power_of_2(num_query_rows), 16)),
         key_tile or tiles.keys,
         num_warps or tiles.num_warps,
         num_stages or tiles.num_stages,
     )
-    if kind == "prefill":
-        query, key, value = split_qkv(qkv, cos, sin, q_norm, k_norm, eps=eps)
-        out = prefill(query, key, value, cache_key, cache_value, num_cached, tiles, interpret)
-        return out, key, value, counters
-    num_tiles = pl.cdiv(num_rows * (heads - 2), tiles.rows)
+    num_tiles = pl.cdiv(num_query_rows, tiles.rows)
+    num_units = batch_size * kv_heads * num_tiles
     if num_splits is None:
         # Not by the rows of a narrow block: the splits decide its bits.
-        num_programs = batch_size * kv_heads * (num_tiles if kind == "wide" else 1)
+        num_programs = num_units if num_rows > NARROW_ROWS else batch_size * kv_heads
         num_splits = min(max(NUM_PROGRAMS // num_programs, 1), MAX_SPLITS)
-        num_splits = 1 << (num_splits.bit_length() - 1)
+        num_splits = 1 if is_prefill else 1 << (num_splits.bit_length() - 1)
+    own_counters = jnp.zeros((num_units,), jnp.int32) if counters is None else counters
+    if num_rows > NARROW_ROWS:
+        out, key, value, own_counters = long_attention(
+            qkv,
+            cos,
+            sin,
+            q_norm,
+            k_norm,
+            cache_key,
+            cache_value,
+            num_cached,
+            own_counters,
+            mask=mask,
+            eps=eps,
+            tiles=tiles,
+            num_splits=num_splits,
+            is_prefill=is_prefill,
+            interpret=interpret,
+        )
+        return out, key, value, None if counters is None else own_counters
     block = _Block(
         num_rows=num_rows,
         kv_heads=kv_heads,
@@ -355,14 +368,11 @@ def block_attention(
         key_tile=tiles.keys,
         num_splits=num_splits,
         combined_splits=combined_splits,
-        write_tile=min(pl.next_power_of_2(num_rows), WRITE_TILE),
         has_mask=mask is not None,
         eps=eps,
         precision=precision_of(qkv),
         interpret=interpret,
     )
-    num_units = batch_size * kv_heads * num_tiles
-    own_counters = jnp.zeros((num_units,), jnp.int32) if counters is None else counters
     parts = (num_units, num_splits, tiles.rows)
     kv = jax.ShapeDtypeStruct((batch_size, kv_heads, num_rows, head_dim), qkv.dtype)
     out, key, value, *_, own_counters = pl.pallas_call(

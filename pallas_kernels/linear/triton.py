@@ -54,7 +54,8 @@ TILINGS = {
         128: Tiling(64, 128, 4, 4, 128),
     },
 }
-COMBINE_BLOCK, COMBINE_WARPS = 64, 4
+# Columns and rows of a program that adds the parts of a split product, and its warps.
+COMBINE_BLOCK, COMBINE_ROWS, COMBINE_WARPS = 64, 32, 4
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,14 +78,18 @@ class _Plan:
     def rows(self, part=0):
         """Return the slice of the block of rows, of an array `part` arrays below the first.
 
-        The grid's last axis has one entry: it makes the start a traced number, which may pass the
-        end of an array (masks drop what is there), where a constant one is refused.
+        The grid's last axis counts blocks of rows, mostly one. It makes the start a traced number,
+        which may pass the end of an array (masks drop what is there), where a constant one is
+        refused.
         """
         return pl.ds(pl.program_id(2) * self.row_block + part * self.num_rows, self.row_block)
 
     def row_mask(self, *shape):
         """Return which entries of an array with the block of rows on axis 0 are real rows."""
-        return jax.lax.broadcasted_iota(jnp.int32, shape, 0) < self.num_rows
+        row = jax.lax.broadcasted_iota(jnp.int32, shape, 0)
+        if self.row_block < self.num_rows:
+            row = pl.program_id(2) * self.row_block + row
+        return row < self.num_rows
 
     def mask(self, block_n):
         """Return which entries of a block of the result there are."""
@@ -167,7 +172,7 @@ def _start(refs, block_n, plan: _Plan):
     part_block = pl.next_power_of_2(plan.num_parts)
     part = jax.lax.broadcasted_iota(jnp.int32, (plan.row_block, part_block), 1)
     mask = (part < plan.num_parts) & plan.row_mask(*part.shape)
-    parts = pl.ds(pl.program_id(2) * part_block, part_block)  # traced, as the rows' start
+    parts = pl.ds(pl.program_id(1) * part_block, part_block)  # 0, and traced as the rows' start
     return plt.load(squares_ref.at[plan.rows(), parts], mask=mask, other=0.0)
 
 
@@ -296,11 +301,11 @@ def _run(kind, x, weight, extra, *, num_columns, eps=0.0, out_dtype, tiling=None
         name=f"_linear_{kind}_part_kernel",
     )(x, weight)
     block_n = _block(num_columns, COMBINE_BLOCK)
-    num_blocks = pl.cdiv(num_columns, block_n)
+    plan = dataclasses.replace(plan, row_block=min(plan.row_block, COMBINE_ROWS))
     return pl.pallas_call(
         partial(_combine_kernel, block_n=block_n, plan=plan),
         out_shape=_out_shape(plan, block_n),
-        grid=(num_blocks, 1, 1),
+        grid=(pl.cdiv(num_columns, block_n), 1, pl.cdiv(num_rows, plan.row_block)),
         compiler_params=plt.CompilerParams(num_warps=COMBINE_WARPS, num_stages=1),
         interpret=interpret,
         name=f"_linear_{kind}_combine_kernel",

@@ -152,6 +152,39 @@ def check_widths(width, implementation, *, head_dim=64, text_length=150):
         np.testing.assert_array_equal(value, cache[1][:, :, start:stop])
 
 
+@pytest.mark.parametrize("width, capacity", [(20, 200), (70, 250)])
+def test_a_position_has_the_same_bits_at_any_place_in_a_wide_block(width, capacity):
+    check_places(width, "interpret", head_dim=32, capacity=capacity)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("width", [17, 32, 64, 128])
+@pytest.mark.parametrize("capacity", [1500, 9000])
+def test_a_place_in_a_wide_block_changes_no_bits_on_a_gpu(width, capacity):
+    check_places(width, "triton", head_dim=128, capacity=capacity)
+
+
+def check_places(width, implementation, *, head_dim, capacity):
+    """Decode overlapping blocks of a text, and compare the bits of rows of one position."""
+    case = Case("text", capacity, capacity, 0, kv_heads=1, head_dim=head_dim)
+    qkv, cos, sin, q_norm, k_norm, *cache, none = map(jnp.asarray, case.arrays(width))
+    function = compiled(None, implementation)
+    _, *known, _ = function(qkv, cos, sin, q_norm, k_norm, *cache, none)
+    rows = {}
+    for border in (0, 128 - width // 2, capacity - 2 * width):
+        for start in {border, border + 1, border + width // 2, border + width - 1}:
+            is_live = (jnp.arange(capacity) < start)[None, None, :, None]
+            live = [jnp.where(is_live, x, jnp.nan) for x in known]
+            block = [x[:, start : start + width] for x in (qkv, cos, sin)]
+            out, key, value, _ = function(
+                *block, q_norm, k_norm, *live, jnp.array([start], jnp.int32)
+            )
+            for x, y in zip((key, value), known, strict=True):
+                np.testing.assert_array_equal(x, y[:, :, start : start + width])
+            for i, row in enumerate(np.asarray(out)[0]):
+                np.testing.assert_array_equal(row, rows.setdefault(start + i, row))
+
+
 def test_lookahead_layout(implementation):
     layout = Lookahead(window_size=5, ngram_size=4, num_candidates=4).layout
     case = Case("lookahead", layout.num_rows, 200, 0, kv_heads=1, head_dim=64)
