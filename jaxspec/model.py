@@ -22,13 +22,15 @@ from jaxspec.config import Qwen3Config
 from jaxspec.layout import BlockLayout
 from pallas_kernels import (
     PreNorm,
+    attention,
     block_attention,
+    linear,
     linear_residual,
     pre_norm,
     rms_linear,
     rms_swiglu,
 )
-from pallas_kernels.attention import norm, num_counters
+from pallas_kernels.attention import norm
 from pallas_kernels.attention import rotate as rotate
 from pallas_kernels.dispatch import Implementation
 from pallas_kernels.linear import MAX_HEAD_ROWS, MAX_ROWS
@@ -164,11 +166,12 @@ class Attention(nnx.Module):
             eps=self.eps,
             implementation=block.kernels,
         )
-        rows = linear_residual(
+        rows, counters = linear_residual(
             out.reshape(qkv.shape[0], -1),
             self.o_proj[...].reshape(-1, width),
             rows.x,
             next_norm.weight[...],
+            counters,
             implementation=block.product_kernels,
         )
         return rows, (key, value), counters
@@ -185,8 +188,10 @@ class FeedForward(nnx.Module):
         self.down_proj = nnx.Param(out_init(rngs.params(), (inner, width), dtype))
         self.eps = config.rms_norm_eps
 
-    def __call__(self, rows: PreNorm, next_norm: RMSNorm, block: Block) -> PreNorm:
-        """Return the residual stream after the feed-forward part."""
+    def __call__(
+        self, rows: PreNorm, next_norm: RMSNorm, counters: jax.Array | None, block: Block
+    ) -> tuple[PreNorm, jax.Array | None]:
+        """Return the residual stream after the feed-forward part, and the counters."""
         kernels = block.product_kernels
         hidden = rms_swiglu(rows, self.gate_up_proj[...], eps=self.eps, implementation=kernels)
         return linear_residual(
@@ -194,6 +199,7 @@ class FeedForward(nnx.Module):
             self.down_proj[...],
             rows.x,
             next_norm.weight[...],
+            counters,
             implementation=kernels,
         )
 
@@ -222,7 +228,8 @@ class DecoderLayer(nnx.Module):
                 rows, self.post_attention_layernorm, cache, counters, block
             )
         with jax.named_scope("feed_forward"):
-            return self.mlp(rows, next_norm, block), kv, counters
+            rows, counters = self.mlp(rows, next_norm, counters, block)
+        return rows, kv, counters
 
 
 class Qwen3(nnx.Module):
@@ -304,7 +311,8 @@ class Qwen3(nnx.Module):
         rows = pre_norm(x.reshape(-1, x.shape[-1]), norms[0].weight[...])
         heads = self.config.num_key_value_heads, self.config.num_query_groups + 2
         qkv_shape = (*block_tokens.shape, *heads, self.config.head_dim)
-        counters: jax.Array | None = jnp.zeros((num_counters(qkv_shape),), jnp.int32)
+        most = max(attention.num_counters(qkv_shape), linear.num_counters(x.shape[-1]))
+        counters: jax.Array | None = jnp.zeros((most,), jnp.int32)
         kv = []
         for index, layer in enumerate(self.layers):
             layer_cache = None if cache is None else cache[index]

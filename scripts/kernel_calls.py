@@ -14,6 +14,7 @@ import numpy as np
 
 import pallas_kernels
 from pallas_kernels.attention import num_counters
+from pallas_kernels.linear import num_counters as num_column_counters
 
 # The folder of each op.
 FOLDERS = {
@@ -89,10 +90,13 @@ def _product(name: str, case: Any) -> Call:
     op = partial(getattr(pallas_kernels, name), **case.settings())
     arrays = _on_device(case.arrays())
 
-    def run(form: Any, _: Any, *arrays: Any) -> tuple[Any, Any]:
-        return op(*arrays, implementation=form), ()
+    def run(form: Any, counters: Any, *arrays: Any) -> tuple[Any, Any]:
+        if name == "linear_residual":
+            return op(*arrays, counters, implementation=form)
+        return op(*arrays, implementation=form), counters
 
-    return Call(run, (), arrays, arrays[1].nbytes, True, LIMITS[arrays[1].dtype.itemsize])
+    counters = jnp.zeros((num_column_counters(case.num_columns),), jnp.int32)
+    return Call(run, counters, arrays, arrays[1].nbytes, True, LIMITS[arrays[1].dtype.itemsize])
 
 
 def _attention(name: str, case: Any) -> Call:

@@ -45,8 +45,12 @@ def measure_read_rate(num_bytes: int, num_runs: int = 9) -> float:
     return NUM_QUEUED * array.nbytes / best
 
 
-def measure_product_rate(size: int, dtype: jax.typing.DTypeLike, num_calls: int = 8) -> float:
-    """Return operations per second of a square product, two for each multiply and add."""
+def measure_product_rate(size: int, dtype: jax.typing.DTypeLike, num_calls: int = 64) -> float:
+    """Return operations per second of a square product, two for each multiply and add.
+
+    A GPU at its power limit slows down within milliseconds: the calls of 8192 take together as long
+    as the prefill of a long prompt.
+    """
     product = jax.jit(jnp.matmul)
     array = jax.random.normal(jax.random.key(0), (size, size), jnp.float32).astype(dtype)
     seconds = median_seconds(lambda: [product(array, array) for _ in range(num_calls)], 5)

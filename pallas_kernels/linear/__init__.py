@@ -12,12 +12,14 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import Array
-from jaxtyping import Float
+from jaxtyping import Float, Int
 
 from pallas_kernels.dispatch import Implementation, dispatch
 
 # Products of more rows are bound by arithmetic, and XLA's are faster; a head's earlier.
 MAX_ROWS, MAX_HEAD_ROWS = 128, 64
+# Fewest columns of a program that has a counter of its own.
+COUNTED_COLUMNS = 16
 
 
 class PreNorm(NamedTuple):
@@ -115,9 +117,10 @@ def linear_residual(
     weight: Float[Array, "K D"],
     residual: Float[Array, "R D"],
     norm_weight: Float[Array, "D"],
+    counters: Int[Array, "N"] | None = None,
     *,
     implementation: Implementation | None = None,
-) -> PreNorm:
+) -> tuple[PreNorm, Int[Array, "N"] | None]:
     """Add x @ weight to the residual stream and prepare the sum for the RMSNorm that follows.
 
     Args:
@@ -125,10 +128,15 @@ def linear_residual(
         weight: Their weight.
         residual: What to add the product to.
         norm_weight: Weight of the norm that follows.
+        counters: At least ``num_counters(D)`` zeros, i32, for programs to count arrivals. A caller
+            with many calls passes the returned ones on to the next call; None makes them.
         implementation: Form to run, see ``pallas_kernels``.
 
+    Returns:
+        The sum, prepared; ``counters``, zeros again.
+
     Raises:
-        ValueError: The shapes or dtypes do not belong together.
+        ValueError: The shapes or dtypes do not belong together, or there are too few counters.
         NotImplementedError: A form asked for by name does not take these shapes.
     """
     _check("weight", weight, x, axis=0, ndim=2)
@@ -143,10 +151,22 @@ def linear_residual(
             f"residual has dtype {residual.dtype} and norm_weight {norm_weight.dtype}, "
             f"but the rows have {x.dtype}"
         )
-    y, scaled, squares = dispatch(
-        __name__, "linear_residual", implementation, x, weight, residual, norm_weight
+    if counters is not None and (
+        counters.dtype != jnp.int32 or counters.size < num_counters(weight.shape[1])
+    ):
+        raise ValueError(
+            f"counters has shape {counters.shape} and dtype {counters.dtype}, at least "
+            f"{(num_counters(weight.shape[1]),)} and int32 are needed"
+        )
+    y, scaled, squares, counters = dispatch(
+        __name__, "linear_residual", implementation, x, weight, residual, norm_weight, counters
     )
-    return PreNorm(y, norm_weight, scaled, squares)
+    return PreNorm(y, norm_weight, scaled, squares), counters
+
+
+def num_counters(num_columns: int) -> int:
+    """Return how many counters ``linear_residual`` needs at most for so many columns."""
+    return -(-num_columns // COUNTED_COLUMNS)
 
 
 def _check(name: str, weight: Array, x: Array, *, axis: int, ndim: int) -> None:

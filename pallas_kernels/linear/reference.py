@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 from jax import Array
-from jaxtyping import Float
+from jaxtyping import Float, Int
 
 
 def _product(spec: str, x: Array, weight: Array, out_dtype: jax.typing.DTypeLike) -> Array:
@@ -38,8 +38,9 @@ def linear_residual(
     weight: Float[Array, "K D"],
     residual: Float[Array, "R D"],
     norm_weight: Float[Array, "D"],
-) -> tuple[Float[Array, "R D"], Float[Array, "R D"], Float[Array, "R 1"]]:
-    """Return the sum, the sum times the norm's weight, and its sum of squares."""
+    counters: Int[Array, "N"] | None = None,
+) -> tuple[Float[Array, "R D"], Float[Array, "R D"], Float[Array, "R 1"], Int[Array, "N"] | None]:
+    """Return the sum, the sum times the norm's weight, its sum of squares, and the counters."""
     y = residual + _product("RK,KD->RD", x, weight, x.dtype)
     squares = jnp.sum(jnp.square(y.astype(jnp.float32)), axis=1, keepdims=True)
-    return y, y * norm_weight[None], squares
+    return y, y * norm_weight[None], squares, counters

@@ -3,8 +3,8 @@
 A program takes a block of columns and walks the inner axis with several blocks of the weight in
 flight. The columns are the long side of each small product on the matrix units and the rows the
 short one: calls of the same tiling, up to 16 rows in all say, give a row the same bits. Where a
-weight has too few columns to fill the GPU, its inner axis is split, and a second kernel adds the
-parts; how often it is split belongs to the tiling.
+product with the residual has too few columns to fill the GPU, its inner axis is split, and the
+program that is done last adds the parts; how often it is split belongs to the tiling.
 """
 
 import dataclasses
@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
-from jaxtyping import Float
+from jaxtyping import Float, Int
 
 from pallas_kernels.device import require_hopper
 from pallas_kernels.linear import MAX_HEAD_ROWS, MAX_ROWS
@@ -32,7 +32,7 @@ class Tiling:
         num_warps: Warps of a program.
         num_stages: Steps whose loads are in flight.
         num_programs: As many programs keep the memory busy: where there are fewer blocks of
-            columns, programs share the inner axis of a block.
+            columns, programs share the inner axis of a block, in the product with the residual.
     """
 
     block_n: int
@@ -54,8 +54,6 @@ TILINGS = {
         128: Tiling(64, 128, 4, 4, 128),
     },
 }
-# Columns and rows of a program that adds the parts of a split product, and its warps.
-COMBINE_BLOCK, COMBINE_ROWS, COMBINE_WARPS = 64, 32, 4
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,46 +72,51 @@ class _Plan:
     num_parts: int
     eps: float
     out_dtype: jax.typing.DTypeLike
+    interpret: bool
+    # In a kernel: the program's block of columns, and 0. They have to be asked for before a branch.
+    column_block: jax.Array | int = 0
+    zero: jax.Array | int = 0
+
+    def located(self):
+        """Return the plan of this program."""
+        return dataclasses.replace(self, column_block=pl.program_id(0), zero=pl.program_id(2))
 
     def rows(self, part=0):
         """Return the slice of the block of rows, of an array `part` arrays below the first.
 
-        The grid's last axis counts blocks of rows, mostly one. It makes the start a traced number,
-        which may pass the end of an array (masks drop what is there), where a constant one is
-        refused.
+        The grid's last axis has one entry: its 0 makes the start a traced number, which may pass
+        the end of an array (masks drop what is there), where a constant one is refused.
         """
-        return pl.ds(pl.program_id(2) * self.row_block + part * self.num_rows, self.row_block)
+        return pl.ds(self.zero * self.row_block + part * self.num_rows, self.row_block)
 
     def row_mask(self, *shape):
         """Return which entries of an array with the block of rows on axis 0 are real rows."""
-        row = jax.lax.broadcasted_iota(jnp.int32, shape, 0)
-        if self.row_block < self.num_rows:
-            row = pl.program_id(2) * self.row_block + row
-        return row < self.num_rows
+        return jax.lax.broadcasted_iota(jnp.int32, shape, 0) < self.num_rows
 
-    def mask(self, block_n):
+    def mask(self):
         """Return which entries of a block of the result there are."""
-        mask = self.row_mask(self.row_block, block_n)
-        if self.num_columns % block_n == 0:
+        mask = self.row_mask(self.row_block, self.block_n)
+        if self.num_columns % self.block_n == 0:
             return mask
         column = jax.lax.broadcasted_iota(jnp.int32, mask.shape, 1)
-        return mask & (pl.program_id(0) * block_n + column < self.num_columns)
+        return mask & (self.column_block * self.block_n + column < self.num_columns)
 
-    def load(self, ref, block_n, part=0):
-        """Load the program's block, 0 past the ends; `part` counts arrays one below another."""
-        columns = pl.ds(pl.program_id(0) * block_n, block_n)
-        return plt.load(ref.at[self.rows(part), columns], mask=self.mask(block_n), other=0)
+    def block(self, part=0):
+        """Return the index of the program's block; `part` counts arrays one below another."""
+        return self.rows(part), pl.ds(self.column_block * self.block_n, self.block_n)
+
+    def load(self, ref, part=0, volatile=False):
+        """Load the program's block, 0 past the ends."""
+        return plt.load(ref.at[self.block(part)], mask=self.mask(), other=0, volatile=volatile)
 
     def store(self, ref, value, part=0):
         """Store the program's block."""
-        block_n = value.shape[1]
-        columns = pl.ds(pl.program_id(0) * block_n, block_n)
-        plt.store(ref.at[self.rows(part), columns], value, mask=self.mask(block_n))
+        plt.store(ref.at[self.block(part)], value, mask=self.mask())
 
 
 def _sums(x_ref, w_ref, first, plan: _Plan):
     """Return [row_block, block_n] of x @ weight over the program's steps; two for gate and up."""
-    start, rows = pl.program_id(0) * plan.block_n, plan.rows()
+    start, rows = plan.column_block * plan.block_n, plan.rows()
     halves = [0, w_ref.shape[1] // 2] if plan.kind == "swiglu" else [0]
     row_mask = plan.row_mask(plan.row_block, plan.block_k)
     transposed = plan.kind == "head"
@@ -161,18 +164,18 @@ def _sums(x_ref, w_ref, first, plan: _Plan):
     return [total.T for total in jax.lax.fori_loop(0, plan.num_steps, body, zeros)]
 
 
-def _start(refs, block_n, plan: _Plan):
+def _start(refs, plan: _Plan):
     """Load what the end of the product needs, before it: the loads then cost no time."""
     if plan.kind == "residual":
         residual_ref, norm_ref, *_ = refs
-        column = pl.program_id(0) * block_n + jnp.arange(block_n, dtype=jnp.int32)
+        column = plan.column_block * plan.block_n + jnp.arange(plan.block_n, dtype=jnp.int32)
         norm = plt.load(norm_ref.at[column], mask=column < plan.num_columns, other=0)
-        return plan.load(residual_ref, block_n), norm
+        return plan.load(residual_ref), norm
     squares_ref, _ = refs
     part_block = pl.next_power_of_2(plan.num_parts)
     part = jax.lax.broadcasted_iota(jnp.int32, (plan.row_block, part_block), 1)
     mask = (part < plan.num_parts) & plan.row_mask(*part.shape)
-    parts = pl.ds(pl.program_id(1) * part_block, part_block)  # 0, and traced as the rows' start
+    parts = pl.ds(plan.zero * part_block, part_block)  # traced, as the rows' start
     return plt.load(squares_ref.at[plan.rows(), parts], mask=mask, other=0.0)
 
 
@@ -189,7 +192,7 @@ def _finish(sums, loaded, refs, plan: _Plan):
         # Past the last column both parts of the sum are 0.
         squares = jnp.sum(jnp.square(y.astype(jnp.float32)), axis=1)
         mask = plan.row_mask(plan.row_block)
-        plt.store(squares_ref.at[plan.rows(), pl.program_id(0)], squares, mask=mask)
+        plt.store(squares_ref.at[plan.rows(), plan.column_block], squares, mask=mask)
         return
     scale = jax.lax.rsqrt(jnp.sum(loaded, axis=1) / plan.width + plan.eps)[:, None]
     values = [total * scale for total in sums]
@@ -200,26 +203,28 @@ def _finish(sums, loaded, refs, plan: _Plan):
 
 
 def _whole_kernel(x_ref, w_ref, *refs, plan):
-    loaded = _start(refs, plan.block_n, plan)
+    plan = plan.located()
+    loaded = _start(refs, plan)
     _finish(_sums(x_ref, w_ref, 0, plan), loaded, refs, plan)
 
 
-def _part_kernel(x_ref, w_ref, part_ref, *, plan):
-    split = pl.program_id(1)
-    sums = _sums(x_ref, w_ref, split * plan.num_steps, plan)
-    for index, total in enumerate(sums):
-        plan.store(part_ref, total, split * len(sums) + index)
+def _split_kernel(x_ref, w_ref, residual_ref, norm_ref, _, *refs, plan):
+    plan = plan.located()
+    *out_refs, part_ref, counter_ref = refs
+    refs = (residual_ref, norm_ref, *out_refs)
+    loaded, split = _start(refs, plan), pl.program_id(1)
+    plan.store(part_ref, _sums(x_ref, w_ref, split * plan.num_steps, plan)[0], split)
+    # Every thread's stores come before the arrival.
+    if not plan.interpret:
+        plt.debug_barrier()
+    num_arrived = plt.atomic_add(counter_ref, (plan.column_block,), jnp.int32(1))
 
-
-def _combine_kernel(part_ref, *refs, block_n, plan):
-    loaded = _start(refs, block_n, plan)
-    num_sums = 2 if plan.kind == "swiglu" else 1
-    parts = [
-        [plan.load(part_ref, block_n, split * num_sums + index) for split in range(plan.num_splits)]
-        for index in range(num_sums)
-    ]
-    sums = [sum(others, start=first) for first, *others in parts]
-    _finish(sums, loaded, refs, plan)
+    @pl.when(num_arrived == plan.num_splits - 1)
+    def _():
+        counter_ref[plan.column_block] = jnp.int32(0)
+        # Volatile loads pass by L1, which does not see what other multiprocessors wrote.
+        first, *others = (plan.load(part_ref, i, volatile=True) for i in range(plan.num_splits))
+        _finish([sum(others, start=first)], loaded, refs, plan)
 
 
 def _block(size: int, most: int) -> int:
@@ -236,7 +241,19 @@ def _num_splits(num_blocks: int, num_steps: int, num_programs: int) -> int:
     return splits
 
 
-def _run(kind, x, weight, extra, *, num_columns, eps=0.0, out_dtype, tiling=None, interpret=False):
+def _run(
+    kind,
+    x,
+    weight,
+    extra,
+    *,
+    num_columns,
+    eps=0.0,
+    out_dtype,
+    counters=None,
+    tiling=None,
+    interpret=False,
+):
     """Launch one product.
 
     Args:
@@ -247,6 +264,7 @@ def _run(kind, x, weight, extra, *, num_columns, eps=0.0, out_dtype, tiling=None
         num_columns: Of the result.
         eps: Of the norm.
         out_dtype: Of the result.
+        counters: Zeros for a product whose inner axis may be split; None makes them.
         tiling: Overrides the table's.
         interpret: Whether to interpret the kernels.
     """
@@ -265,7 +283,8 @@ def _run(kind, x, weight, extra, *, num_columns, eps=0.0, out_dtype, tiling=None
     block_k = _block(inner, tiling.block_k * 2 // x.dtype.itemsize)
     num_stages = tiling.num_stages if x.dtype == jnp.bfloat16 else 2
     num_blocks, num_steps = pl.cdiv(num_columns, block_n), pl.cdiv(inner, block_k)
-    splits = _num_splits(num_blocks, num_steps, tiling.num_programs)
+    num_programs = tiling.num_programs if kind == "residual" else 1
+    splits = _num_splits(num_blocks, num_steps, num_programs)
     plan = _Plan(
         kind=kind,
         num_rows=num_rows,
@@ -280,44 +299,31 @@ def _run(kind, x, weight, extra, *, num_columns, eps=0.0, out_dtype, tiling=None
         num_parts=extra[0].shape[-1],
         eps=eps,
         out_dtype=out_dtype,
+        interpret=interpret,
     )
-    params = plt.CompilerParams(num_warps=tiling.num_warps, num_stages=num_stages)
+    launch = partial(
+        pl.pallas_call,
+        compiler_params=plt.CompilerParams(num_warps=tiling.num_warps, num_stages=num_stages),
+        interpret=interpret,
+        name=f"_linear_{kind}_kernel",
+    )
+    block = jax.ShapeDtypeStruct((num_rows, num_columns), out_dtype)
+    out_shape = [block]
+    if kind == "residual":
+        squares = jax.ShapeDtypeStruct((num_rows, num_blocks), jnp.float32)
+        out_shape = [block, block, squares]
     if splits == 1:
-        return pl.pallas_call(
-            partial(_whole_kernel, plan=plan),
-            out_shape=_out_shape(plan, block_n),
-            grid=(num_blocks, 1, 1),
-            compiler_params=params,
-            interpret=interpret,
-            name=f"_linear_{kind}_kernel",
-        )(x, weight, *extra)
-    num_sums = 2 if kind == "swiglu" else 1
-    parts = pl.pallas_call(
-        partial(_part_kernel, plan=plan),
-        out_shape=jax.ShapeDtypeStruct((splits * num_sums * num_rows, num_columns), jnp.float32),
+        kernel, grid = partial(_whole_kernel, plan=plan), (num_blocks, 1, 1)
+        return *launch(kernel, out_shape=out_shape, grid=grid)(x, weight, *extra), counters
+    own = jnp.zeros((num_blocks,), jnp.int32) if counters is None else counters
+    parts = jax.ShapeDtypeStruct((splits * num_rows, num_columns), jnp.float32)
+    *out, _, own = launch(
+        partial(_split_kernel, plan=plan),
+        out_shape=[*out_shape, parts, jax.ShapeDtypeStruct(own.shape, jnp.int32)],
         grid=(num_blocks, splits, 1),
-        compiler_params=params,
-        interpret=interpret,
-        name=f"_linear_{kind}_part_kernel",
-    )(x, weight)
-    block_n = _block(num_columns, COMBINE_BLOCK)
-    plan = dataclasses.replace(plan, row_block=min(plan.row_block, COMBINE_ROWS))
-    return pl.pallas_call(
-        partial(_combine_kernel, block_n=block_n, plan=plan),
-        out_shape=_out_shape(plan, block_n),
-        grid=(pl.cdiv(num_columns, block_n), 1, pl.cdiv(num_rows, plan.row_block)),
-        compiler_params=plt.CompilerParams(num_warps=COMBINE_WARPS, num_stages=1),
-        interpret=interpret,
-        name=f"_linear_{kind}_combine_kernel",
-    )(parts, *extra)
-
-
-def _out_shape(plan: _Plan, block_n: int):
-    block = jax.ShapeDtypeStruct((plan.num_rows, plan.num_columns), plan.out_dtype)
-    if plan.kind != "residual":
-        return block
-    num_parts = pl.cdiv(plan.num_columns, block_n)
-    return block, block, jax.ShapeDtypeStruct((plan.num_rows, num_parts), jnp.float32)
+        input_output_aliases={2 + len(extra): len(out_shape) + 1},
+    )(x, weight, *extra, own)
+    return *out, None if counters is None else own
 
 
 def rms_linear(
@@ -331,7 +337,7 @@ def rms_linear(
     tiling: Tiling | None = None,
 ) -> Float[Array, "R N"]:
     """Multiply normalised rows by a weight, as ``pallas_kernels.rms_linear``."""
-    return _run(
+    out, _ = _run(
         "head" if transposed else "scale",
         rows.scaled,
         weight,
@@ -342,6 +348,7 @@ def rms_linear(
         tiling=tiling,
         interpret=interpret,
     )
+    return out
 
 
 def rms_swiglu(
@@ -353,7 +360,7 @@ def rms_swiglu(
     tiling: Tiling | None = None,
 ) -> Float[Array, "R F"]:
     """Return silu(gate) * up of normalised rows, as ``pallas_kernels.rms_swiglu``."""
-    return _run(
+    out, _ = _run(
         "swiglu",
         rows.scaled,
         weight.reshape(weight.shape[0], -1),
@@ -364,6 +371,7 @@ def rms_swiglu(
         tiling=tiling,
         interpret=interpret,
     )
+    return out
 
 
 def linear_residual(
@@ -371,11 +379,12 @@ def linear_residual(
     weight: Float[Array, "K D"],
     residual: Float[Array, "R D"],
     norm_weight: Float[Array, "D"],
+    counters: Int[Array, "N"] | None = None,
     *,
     interpret: bool = False,
     tiling: Tiling | None = None,
-) -> tuple[Float[Array, "R D"], Float[Array, "R D"], Float[Array, "R Q"]]:
-    """Return the sum, the sum times the norm's weight, and parts of its sum of squares."""
+) -> tuple[Float[Array, "R D"], Float[Array, "R D"], Float[Array, "R Q"], Int[Array, "N"] | None]:
+    """Return the sum, it times the norm's weight, parts of its sum of squares, the counters."""
     return _run(
         "residual",
         x,
@@ -383,6 +392,7 @@ def linear_residual(
         (residual, norm_weight),
         num_columns=weight.shape[1],
         out_dtype=x.dtype,
+        counters=counters,
         tiling=tiling,
         interpret=interpret,
     )

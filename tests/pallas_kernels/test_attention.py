@@ -11,8 +11,9 @@ import pytest
 
 from jaxspec.drafters import Lookahead
 from pallas_kernels import block_attention
-from pallas_kernels.attention import num_counters
+from pallas_kernels.attention import num_counters, triton
 from pallas_kernels.attention.cases import CASES, Case
+from pallas_kernels.attention.triton import TALL_FROM
 
 SMALL = [case for case in CASES if not case.is_benchmark]
 # Keys of a tile, whatever the kernel's constants are: lengths around these meet all borders.
@@ -152,37 +153,57 @@ def check_widths(width, implementation, *, head_dim=64, text_length=150):
         np.testing.assert_array_equal(value, cache[1][:, :, start:stop])
 
 
-@pytest.mark.parametrize("width, capacity", [(20, 200), (70, 250)])
-def test_a_position_has_the_same_bits_at_any_place_in_a_wide_block(width, capacity):
-    check_places(width, "interpret", head_dim=32, capacity=capacity)
+@pytest.mark.parametrize("widths, capacity", [((20,), 200), ((70,), 250), ((1, 6, 16), 200)])
+def test_a_position_has_the_same_bits_at_any_place_in_a_block(widths, capacity):
+    check_places(widths, "interpret", head_dim=32, capacity=capacity)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("width", [17, 32, 64, 128])
-@pytest.mark.parametrize("capacity", [1500, 9000])
-def test_a_place_in_a_wide_block_changes_no_bits_on_a_gpu(width, capacity):
-    check_places(width, "triton", head_dim=128, capacity=capacity)
+@pytest.mark.parametrize("widths", [(1, 5, 8, 16), (17,), (32,), (64,), (128,)], ids=str)
+@pytest.mark.parametrize("capacity", [1500, 9000, TALL_FROM + 500])
+def test_a_place_in_a_block_changes_no_bits_on_a_gpu(widths, capacity):
+    check_places(widths, "triton", head_dim=128, capacity=capacity)
 
 
-def check_places(width, implementation, *, head_dim, capacity):
+def test_two_tiles_of_rows_have_the_bits_of_one(monkeypatch):
+    monkeypatch.setattr(triton, "TALL_FROM", 140)
+    case = Case("tall", 7, 200, 0, batch_size=2, kv_heads=1, head_dim=32)
+    *arrays, _ = map(jnp.asarray, case.arrays())
+    tall, plain = (
+        jax.jit(partial(triton.block_attention, mask=None, eps=EPS, interpret=True, row_tile=tile))
+        for tile in (16, 32)
+    )
+    for lengths in ((139, 140), (141, 200), (0, 190)):
+        num_cached = jnp.array(lengths, jnp.int32)
+        actual, expected = (f(*arrays, num_cached)[0] for f in (tall, plain))
+        np.testing.assert_array_equal(actual, expected)
+        assert distance(actual, oracle(*arrays, num_cached, None)[0]) <= 1e-2
+
+
+def check_places(widths, implementation, *, head_dim, capacity):
     """Decode overlapping blocks of a text, and compare the bits of rows of one position."""
     case = Case("text", capacity, capacity, 0, kv_heads=1, head_dim=head_dim)
-    qkv, cos, sin, q_norm, k_norm, *cache, none = map(jnp.asarray, case.arrays(width))
+    qkv, cos, sin, q_norm, k_norm, *cache, none = map(jnp.asarray, case.arrays(widths[0]))
     function = compiled(None, implementation)
     _, *known, _ = function(qkv, cos, sin, q_norm, k_norm, *cache, none)
     rows = {}
-    for border in (0, 128 - width // 2, capacity - 2 * width):
-        for start in {border, border + 1, border + width // 2, border + width - 1}:
-            is_live = (jnp.arange(capacity) < start)[None, None, :, None]
-            live = [jnp.where(is_live, x, jnp.nan) for x in known]
-            block = [x[:, start : start + width] for x in (qkv, cos, sin)]
-            out, key, value, _ = function(
-                *block, q_norm, k_norm, *live, jnp.array([start], jnp.int32)
-            )
-            for x, y in zip((key, value), known, strict=True):
-                np.testing.assert_array_equal(x, y[:, :, start : start + width])
-            for i, row in enumerate(np.asarray(out)[0]):
-                np.testing.assert_array_equal(row, rows.setdefault(start + i, row))
+
+    def check_block(start, width):
+        is_live = (jnp.arange(capacity) < start)[None, None, :, None]
+        live = [jnp.where(is_live, x, jnp.nan) for x in known]
+        block = [x[:, start : start + width] for x in (qkv, cos, sin)]
+        out, key, value, _ = function(*block, q_norm, k_norm, *live, jnp.array([start], jnp.int32))
+        for x, y in zip((key, value), known, strict=True):
+            np.testing.assert_array_equal(x, y[:, :, start : start + width])
+        for i, row in enumerate(np.asarray(out)[0]):
+            np.testing.assert_array_equal(row, rows.setdefault(start + i, row))
+
+    for width in widths:
+        for border in (width, 128, TALL_FROM, capacity - width):
+            first = border - width
+            for start in {first, first + 1, border - width // 2, border - 1, border}:
+                if start + width <= capacity:
+                    check_block(start, width)
 
 
 def test_lookahead_layout(implementation):

@@ -11,7 +11,7 @@ import pytest
 
 import pallas_kernels
 from pallas_kernels import linear_residual, pre_norm, rms_linear, rms_swiglu
-from pallas_kernels.linear import triton
+from pallas_kernels.linear import num_counters, triton
 from pallas_kernels.linear.cases import CASES, Case
 
 EPS = 1e-6
@@ -35,6 +35,8 @@ def run(case, implementation, arrays):
     """Return the op's result; of linear_residual the sum, the scaled sum and its squares."""
     result = compiled(case, implementation)(*arrays)
     if case.op == "linear_residual":
+        result, counters = result
+        assert counters is None
         np.testing.assert_array_equal(result.norm_weight, arrays[3])
         return result.x, result.scaled, result.sum_squares
     return (result,)
@@ -155,24 +157,34 @@ def test_a_row_has_the_same_bits_on_a_gpu(case):
 
 @by_name(
     argvalues=[
-        Case("rms_linear", "head_split", 5, 128, 97, True, num_parts=3),
-        Case("rms_swiglu", "split", 5, 128, 96),
-        Case("linear_residual", "split", 20, 128, 97, dtype="float32"),
+        Case("linear_residual", "split", 5, 128, 96),
+        Case("linear_residual", "split_f32", 20, 128, 97, dtype="float32"),
     ]
 )
 def test_a_split_inner_axis_gives_the_same_sums(case):
-    arrays = device_arrays(case, 4)
-    settings = case.settings()
-    if case.op == "rms_linear":
-        settings["out_dtype"] = case.dtype
-    op = partial(getattr(triton, case.op), interpret=True, **settings)
+    check_splits(case, interpret=True)
+
+
+@pytest.mark.gpu
+@by_name(argvalues=[case for case in BENCHMARK if case.op == "linear_residual"])
+def test_a_split_inner_axis_gives_the_same_sums_on_a_gpu(case):
+    check_splits(case, interpret=False)
+
+
+def check_splits(case, interpret):
+    """Compare split and whole products, and call again with the counters that came back."""
+    arrays, count = device_arrays(case, 4), num_counters(case.num_columns)
+    op = partial(triton.linear_residual, interpret=interpret)
     split, whole = (jax.jit(partial(op, tiling=tiling)) for tiling in (SPLIT, WHOLE))
-    assert str(split.trace(*arrays).jaxpr).count("pallas_call") == 2
-    assert str(whole.trace(*arrays).jaxpr).count("pallas_call") == 1
-    for x, y in zip(*(jax.tree.leaves(f(*arrays)) for f in (split, whole)), strict=True):
-        if x.shape != y.shape:  # the parts of the squares depend on the blocks of columns
-            x, y = x.sum(1), y.sum(1)
-        assert distance(x, y) <= (1e-6 if case.dtype == "float32" else 2e-3)
+    assert "atomic" in str(split.trace(*arrays, jnp.zeros(count, jnp.int32)).jaxpr)
+    assert "atomic" not in str(whole.trace(*arrays).jaxpr)
+    *expected, _ = whole(*arrays)
+    counters = jnp.zeros(count, jnp.int32)
+    for _ in range(2):
+        *actual, counters = split(*arrays, counters)
+        assert not np.asarray(counters).any()
+        for x, y in zip(actual, expected, strict=True):
+            assert distance(x, y) <= (1e-6 if case.dtype == "float32" else 2e-3)
 
 
 @by_name(
@@ -211,7 +223,7 @@ def test_pre_norm_prepares_rows():
 def test_one_product_feeds_the_next(implementation):
     """The norm of linear_residual's result is the norm of its sum."""
     case = Case("linear_residual", "chain", 5, 64, 160, dtype="float32")
-    rows = compiled(case, implementation)(*device_arrays(case))
+    rows, _ = compiled(case, implementation)(*device_arrays(case))
     weight = jnp.asarray(Case("rms_linear", "next", 5, 160, 97, dtype="float32").arrays()[1])
     following = jax.jit(partial(rms_linear, eps=EPS, implementation=implementation))
     expected = jax.jit(partial(rms_linear, eps=EPS, implementation="xla"))(rows, weight)
@@ -344,6 +356,13 @@ RESIDUAL = dict(x=array(3, 8), weight=array(8, 6), residual=array(3, 6), norm_we
             "norm_weight bfloat16, but the rows have float32",
         ),
         (linear_residual, RESIDUAL, dict(norm_weight=array(8)), r"norm_weight \(8,\) are not"),
+        (linear_residual, RESIDUAL, dict(counters=array(9)), r"counters has .* float32, at least"),
+        (
+            linear_residual,
+            RESIDUAL,
+            dict(counters=array(0, dtype=jnp.int32)),
+            r"counters has shape \(0,\) and dtype int32, at least \(1,\) and int32 are needed",
+        ),
     ],
 )
 def test_bad_arguments_are_named(monkeypatch, op, arguments, change, message):
