@@ -29,25 +29,18 @@ NARROW_ROWS, PREFILL_ROWS = 16, 128
 NUM_PROGRAMS, MAX_SPLITS = 128, 32
 
 
-# Cached tokens from which on programs of a block of a few rows take twice as many query rows, and
-# the capacity up to which loads in flight cost more than they save.
-TALL_FROM, SHORT_CAPACITY = 12288, 4096
 # Splits that are combined at a time.
 COMBINED_SPLITS = 4
 
 
 class _Block(NamedTuple):
-    """Static arguments of a decoding call.
-
-    With `tall_from` or more cached tokens a program takes two tiles of query rows.
-    """
+    """Static arguments of a decoding call."""
 
     num_rows: int
     kv_heads: int
     groups: int
     head_dim: int
     row_tile: int
-    tall_from: int | None
     key_tile: int
     num_splits: int
     combined_splits: int
@@ -83,10 +76,10 @@ def _attention_kernel(
     *,
     block,
 ):
-    split, program, tile = pl.program_id(0), pl.program_id(1), pl.program_id(2)
+    tile, split, program = pl.program_id(0), pl.program_id(1), pl.program_id(2)
     batch = jax.lax.div(program, jnp.int32(block.kv_heads))
     head = jax.lax.rem(program, jnp.int32(block.kv_heads))
-    unit = program * pl.num_programs(2) + tile
+    unit = program * pl.num_programs(0) + tile
     num_cached = jnp.minimum(num_cached_ref[batch], cache_key_ref.shape[2])
     num_full = jax.lax.div(num_cached, jnp.int32(block.key_tile))
     # Position of the block's first row: a block with a mask starts at a tile.
@@ -115,175 +108,161 @@ def _attention_kernel(
         tables = (cos_ref, sin_ref)
         return heads + [plt.load(x.at[batch, row, angle], mask=mask, other=0) for x in tables]
 
-    def run(row_tile, row_index):
-        """Take the query rows of the tile of this size and index."""
+    def attend():
+        query_row = tile * block.row_tile + jnp.arange(block.row_tile, dtype=jnp.int32)
+        row, group = row_and_group(query_row)
+        is_query = row < block.num_rows
+        parts = load_heads(row[:, None], group[:, None], is_query[:, None])
 
-        def attend():
-            query_row = row_index * row_tile + jnp.arange(row_tile, dtype=jnp.int32)
-            row, group = row_and_group(query_row)
-            is_query = row < block.num_rows
-            parts = load_heads(row[:, None], group[:, None], is_query[:, None])
+        def write_keys():
+            """Norm and rotate the block's keys, and write them and their values."""
+            num_rows = pl.next_power_of_2(block.num_rows)
+            row = jnp.arange(num_rows, dtype=jnp.int32)[:, None]
+            mask = row < block.num_rows
+            key = norm_rotate(*load_heads(row, block.groups, mask), k_norm_ref, block.eps)
+            index = (batch, row, head, block.groups + 1, column)
+            value = plt.load(qkv_ref.at[index], mask=mask, other=0)
+            for ref, part in ((key_ref, key), (value_ref, value)):
+                plt.store(ref.at[batch, head, row, column], part, mask=mask)
 
-            def write_keys():
-                """Norm and rotate the block's keys, and write them and their values."""
-                num_rows = pl.next_power_of_2(block.num_rows)
-                row = jnp.arange(num_rows, dtype=jnp.int32)[:, None]
-                mask = row < block.num_rows
-                key = norm_rotate(*load_heads(row, block.groups, mask), k_norm_ref, block.eps)
-                index = (batch, row, head, block.groups + 1, column)
-                value = plt.load(qkv_ref.at[index], mask=mask, other=0)
-                for ref, part in ((key_ref, key), (value_ref, value)):
-                    plt.store(ref.at[batch, head, row, column], part, mask=mask)
+        # Every program that reads the block's keys writes them first, all of them the same bits.
+        # It does so at once, so that its loads wait for memory together with the queries'.
+        num_mine = pl.cdiv(jnp.maximum(num_full - split, 0), block.num_splits)
+        first = split + num_mine * block.num_splits
 
-            # Every program that reads the block's keys writes them first, all of them the same
-            # bits. It does so at once: its loads wait for memory together with the queries'.
-            num_mine = pl.cdiv(jnp.maximum(num_full - split, 0), block.num_splits)
-            first = split + num_mine * block.num_splits
+        def load_cached(key_tile):
+            """Load what is cached of a tile, 0 elsewhere."""
+            slot = key_tile * block.key_tile + jnp.arange(block.key_tile, dtype=jnp.int32)[:, None]
+            refs = (cache_key_ref, cache_value_ref)
+            index = (batch, head, slot, column)
+            return [plt.load(ref.at[index], mask=slot < num_cached, other=0) for ref in refs]
 
-            def load_cached(key_tile):
-                """Load what is cached of a tile, 0 elsewhere."""
-                slot = (
-                    key_tile * block.key_tile + jnp.arange(block.key_tile, dtype=jnp.int32)[:, None]
-                )
-                refs = (cache_key_ref, cache_value_ref)
-                index = (batch, head, slot, column)
-                return [plt.load(ref.at[index], mask=slot < num_cached, other=0) for ref in refs]
+        cached = load_cached(first)
 
-            cached = load_cached(first)
+        pl.when(first < num_tiles)(write_keys)
 
-            pl.when(first < num_tiles)(write_keys)
+        query = norm_rotate(*parts, q_norm_ref, block.eps)
+        if not block.interpret:
+            plt.debug_barrier()
 
-            query = norm_rotate(*parts, q_norm_ref, block.eps)
+        def full_tile(i, state):
+            """Add a tile of cached keys."""
+            slot = (split + i * block.num_splits) * block.key_tile
+            slot = (slot + jnp.arange(block.key_tile, dtype=jnp.int32))[:, None]
+            key = cache_key_ref[batch, head, slot, column]
+            value = cache_value_ref[batch, head, slot, column]
+            scores = product(key, query, block.precision, (1, 1))
+            return accumulate(state, scores, value, block.scale, block.precision)
+
+        def mixed_tile(key_tile, cached, state):
+            """Add a tile with keys of the block, read back from what was written."""
+            slot = key_tile * block.key_tile + jnp.arange(block.key_tile, dtype=jnp.int32)
+            slot = slot[:, None]
+            is_cached = slot < num_cached
+            key_row = slot - start
+            is_row = (key_row >= 0) & (key_row < block.num_rows)
+            index = (batch, head, key_row, column)
+            key, value = (
+                jnp.where(is_row, plt.load(ref.at[index], mask=is_row, other=0), part)
+                for ref, part in zip((key_ref, value_ref), cached, strict=True)
+            )
+            if block.has_mask:
+                mask = is_query[None] & is_row
+                visible = plt.load(mask_ref.at[row[None], key_row], mask=mask, other=0) != 0
+            else:
+                visible = is_row & (key_row <= row[None])
+            scores = product(key, query, block.precision, (1, 1))
+            scores = jnp.where(is_cached | visible, scores, -jnp.inf)
+            return accumulate(state, scores, value, block.scale, block.precision)
+
+        state = (
+            jnp.full((block.row_tile,), -jnp.inf, jnp.float32),
+            jnp.zeros((block.key_tile, block.row_tile), jnp.float32),
+            jnp.zeros((block.head_dim, block.row_tile), jnp.float32),
+        )
+        state = jax.lax.fori_loop(0, num_mine, full_tile, state)
+        state = jax.lax.cond(
+            first < num_tiles, partial(mixed_tile, first, cached), lambda state: state, state
+        )
+
+        def next_tile(carry):
+            key_tile, state = carry
+            state = mixed_tile(key_tile, load_cached(key_tile), state)
+            return key_tile + block.num_splits, state
+
+        carry = (first + block.num_splits, state)
+        _, state = jax.lax.while_loop(lambda carry: carry[0] < num_tiles, next_tile, carry)
+        best, total, out = state
+        return query_row, best, jnp.sum(total, axis=0), out
+
+    def write(query_row, total, out):
+        row, group = row_and_group(query_row)
+        # A row that sees no key has no weights either, and gives 0.
+        total = jnp.where(total == 0, 1.0, total)
+        out = (out / total[None]).astype(out_ref.dtype).T
+        index = (batch, row[:, None], head, group[:, None], column)
+        plt.store(out_ref.at[index], out, mask=(row < block.num_rows)[:, None])
+
+    # Volatile loads pass by L1, which does not see what other multiprocessors wrote.
+    load = partial(plt.load, volatile=True)
+
+    def load_splits(i):
+        """Load the results of a few splits; their loads wait for memory together."""
+        tile_row = jnp.arange(block.row_tile, dtype=jnp.int32)
+        parts = []
+        for k in range(block.combined_splits):
+            index = i * block.combined_splits + k
+            mask = jnp.broadcast_to(index < num_active, tile_row.shape)
+            best = load(best_ref.at[unit, index, tile_row], mask=mask, other=-jnp.inf)
+            index = (unit, index, column.reshape(-1, 1), tile_row[None])
+            parts.append((best, load(part_ref.at[index], mask=mask[None], other=0)))
+        return parts
+
+    def combine(query_row):
+        """Combine the splits' results, in the order of the splits."""
+        tile_row = jnp.arange(block.row_tile, dtype=jnp.int32)
+        index = (unit, jnp.arange(block.num_splits, dtype=jnp.int32)[:, None], tile_row[None])
+        mask = index[1] < num_active
+        bests = load(best_ref.at[index], mask=mask, other=-jnp.inf)
+        totals = load(total_ref.at[index], mask=mask, other=0)
+        first = load_splits(0)
+        best = jnp.max(bests, axis=0)
+        best = jnp.where(best == -jnp.inf, 0.0, best)
+        total = jnp.sum(totals * jnp.exp2((bests - best[None]) * block.scale), axis=0)
+
+        def add(out, parts):
+            for own, part in parts:
+                out = out + part * jnp.exp2((own - best) * block.scale)[None]
+            return out
+
+        out = add(jnp.zeros((block.head_dim, block.row_tile), jnp.float32), first)
+        num_rounds = pl.cdiv(num_active, block.combined_splits)
+        step = lambda i, out: add(out, load_splits(i))  # noqa: E731
+        write(query_row, total, jax.lax.fori_loop(1, num_rounds, step, out))
+
+    @pl.when(split < num_active)
+    def _():
+        query_row, best, total, out = attend()
+
+        @pl.when(num_active == 1)
+        def _():
+            write(query_row, total, out)
+
+        @pl.when(num_active > 1)
+        def _():
+            tile_row = jnp.arange(block.row_tile, dtype=jnp.int32)
+            best_ref[unit, split, tile_row] = best
+            total_ref[unit, split, tile_row] = total
+            part_ref[unit, split, column.reshape(-1, 1), tile_row[None]] = out
+            # Every thread's stores come before the arrival.
             if not block.interpret:
                 plt.debug_barrier()
+            num_arrived = plt.atomic_add(counter_ref, (unit,), jnp.int32(1))
 
-            def full_tile(i, state):
-                """Add a tile of cached keys."""
-                slot = (split + i * block.num_splits) * block.key_tile
-                slot = (slot + jnp.arange(block.key_tile, dtype=jnp.int32))[:, None]
-                key = cache_key_ref[batch, head, slot, column]
-                value = cache_value_ref[batch, head, slot, column]
-                scores = product(key, query, block.precision, (1, 1))
-                return accumulate(state, scores, value, block.scale, block.precision)
-
-            def mixed_tile(key_tile, cached, state):
-                """Add a tile with keys of the block, read back from what was written."""
-                slot = key_tile * block.key_tile + jnp.arange(block.key_tile, dtype=jnp.int32)
-                slot = slot[:, None]
-                is_cached = slot < num_cached
-                key_row = slot - start
-                is_row = (key_row >= 0) & (key_row < block.num_rows)
-                index = (batch, head, key_row, column)
-                key, value = (
-                    jnp.where(is_row, plt.load(ref.at[index], mask=is_row, other=0), part)
-                    for ref, part in zip((key_ref, value_ref), cached, strict=True)
-                )
-                if block.has_mask:
-                    mask = is_query[None] & is_row
-                    visible = plt.load(mask_ref.at[row[None], key_row], mask=mask, other=0) != 0
-                else:
-                    visible = is_row & (key_row <= row[None])
-                scores = product(key, query, block.precision, (1, 1))
-                scores = jnp.where(is_cached | visible, scores, -jnp.inf)
-                return accumulate(state, scores, value, block.scale, block.precision)
-
-            state = (
-                jnp.full((row_tile,), -jnp.inf, jnp.float32),
-                jnp.zeros((block.key_tile, row_tile), jnp.float32),
-                jnp.zeros((block.head_dim, row_tile), jnp.float32),
-            )
-            state = jax.lax.fori_loop(0, num_mine, full_tile, state)
-            state = jax.lax.cond(
-                first < num_tiles, partial(mixed_tile, first, cached), lambda state: state, state
-            )
-
-            def next_tile(carry):
-                key_tile, state = carry
-                state = mixed_tile(key_tile, load_cached(key_tile), state)
-                return key_tile + block.num_splits, state
-
-            carry = (first + block.num_splits, state)
-            _, state = jax.lax.while_loop(lambda carry: carry[0] < num_tiles, next_tile, carry)
-            best, total, out = state
-            return query_row, best, jnp.sum(total, axis=0), out
-
-        def write(query_row, total, out):
-            row, group = row_and_group(query_row)
-            # A row that sees no key has no weights either, and gives 0.
-            total = jnp.where(total == 0, 1.0, total)
-            out = (out / total[None]).astype(out_ref.dtype).T
-            index = (batch, row[:, None], head, group[:, None], column)
-            plt.store(out_ref.at[index], out, mask=(row < block.num_rows)[:, None])
-
-        # Volatile loads pass by L1, which does not see what other multiprocessors wrote.
-        load = partial(plt.load, volatile=True)
-
-        def load_splits(i):
-            """Load the results of a few splits; their loads wait for memory together."""
-            tile_row = jnp.arange(row_tile, dtype=jnp.int32)
-            parts = []
-            for k in range(block.combined_splits):
-                index = i * block.combined_splits + k
-                mask = jnp.broadcast_to(index < num_active, tile_row.shape)
-                best = load(best_ref.at[unit, index, tile_row], mask=mask, other=-jnp.inf)
-                index = (unit, index, column.reshape(-1, 1), tile_row[None])
-                parts.append((best, load(part_ref.at[index], mask=mask[None], other=0)))
-            return parts
-
-        def combine(query_row):
-            """Combine the splits' results, in the order of the splits."""
-            tile_row = jnp.arange(row_tile, dtype=jnp.int32)
-            index = (unit, jnp.arange(block.num_splits, dtype=jnp.int32)[:, None], tile_row[None])
-            mask = index[1] < num_active
-            bests = load(best_ref.at[index], mask=mask, other=-jnp.inf)
-            totals = load(total_ref.at[index], mask=mask, other=0)
-            first = load_splits(0)
-            best = jnp.max(bests, axis=0)
-            best = jnp.where(best == -jnp.inf, 0.0, best)
-            total = jnp.sum(totals * jnp.exp2((bests - best[None]) * block.scale), axis=0)
-
-            def add(out, parts):
-                for own, part in parts:
-                    out = out + part * jnp.exp2((own - best) * block.scale)[None]
-                return out
-
-            out = add(jnp.zeros((block.head_dim, row_tile), jnp.float32), first)
-            num_rounds = pl.cdiv(num_active, block.combined_splits)
-            step = lambda i, out: add(out, load_splits(i))  # noqa: E731
-            write(query_row, total, jax.lax.fori_loop(1, num_rounds, step, out))
-
-        @pl.when(split < num_active)
-        def _():
-            query_row, best, total, out = attend()
-
-            @pl.when(num_active == 1)
+            @pl.when(num_arrived == num_active - 1)
             def _():
-                write(query_row, total, out)
-
-            @pl.when(num_active > 1)
-            def _():
-                tile_row = jnp.arange(row_tile, dtype=jnp.int32)
-                best_ref[unit, split, tile_row] = best
-                total_ref[unit, split, tile_row] = total
-                part_ref[unit, split, column.reshape(-1, 1), tile_row[None]] = out
-                # Every thread's stores come before the arrival.
-                if not block.interpret:
-                    plt.debug_barrier()
-                num_arrived = plt.atomic_add(counter_ref, (unit,), jnp.int32(1))
-
-                @pl.when(num_arrived == num_active - 1)
-                def _():
-                    counter_ref[unit] = jnp.int32(0)
-                    combine(query_row)
-
-    if block.tall_from is None:
-        run(block.row_tile, tile)
-        return
-    # Far into a text, to read keys once counts for more than to have many programs.
-    is_tall = num_cached >= block.tall_from
-    pl.when(~is_tall)(partial(run, block.row_tile, tile))
-    half_tile = jax.lax.div(tile, jnp.int32(2))
-    pl.when(is_tall & (half_tile * 2 == tile))(partial(run, 2 * block.row_tile, half_tile))
+                counter_ref[unit] = jnp.int32(0)
+                combine(query_row)
 
 
 def _tiles(num_rows: int, num_query_rows: int, capacity: int, dtype, *, is_prefill: bool) -> Tiles:
@@ -294,8 +273,8 @@ def _tiles(num_rows: int, num_query_rows: int, capacity: int, dtype, *, is_prefi
     if dtype == jnp.float32:
         return Tiles(16, 16 if num_rows <= NARROW_ROWS else 32, 8, 2)
     if num_rows <= NARROW_ROWS:
-        num_stages = 1 if capacity <= SHORT_CAPACITY else 3
-        return Tiles(16 if num_query_rows <= 32 else 32, 128, 8, num_stages)
+        # In a short cache loads in flight cost more than they save.
+        return Tiles(16 if num_query_rows <= 32 else 32, 128, 8, 1 if capacity <= 4096 else 3)
     if is_prefill:
         return Tiles(128, 64, 4, 2) if num_rows > 1024 else Tiles(64, 64, 4, 3)
     if capacity > 8192:
@@ -378,15 +357,12 @@ def block_attention(
             interpret=interpret,
         )
         return out, key, value, None if counters is None else own_counters
-    is_tall = num_tiles > 1 and tiles.rows == 16 and capacity > TALL_FROM
-    tall_from = TALL_FROM if is_tall else None
     block = _Block(
         num_rows=num_rows,
         kv_heads=kv_heads,
         groups=heads - 2,
         head_dim=head_dim,
         row_tile=tiles.rows,
-        tall_from=tall_from,
         key_tile=tiles.keys,
         num_splits=num_splits,
         combined_splits=combined_splits,
@@ -395,7 +371,7 @@ def block_attention(
         precision=precision_of(qkv),
         interpret=interpret,
     )
-    parts = (num_units, num_splits, tiles.rows * (2 if is_tall else 1))
+    parts = (num_units, num_splits, tiles.rows)
     kv = jax.ShapeDtypeStruct((batch_size, kv_heads, num_rows, head_dim), qkv.dtype)
     out, key, value, *_, own_counters = pl.pallas_call(
         partial(_attention_kernel, block=block),
@@ -408,7 +384,7 @@ def block_attention(
             jax.ShapeDtypeStruct((*parts[:2], head_dim, parts[2]), jnp.float32),
             jax.ShapeDtypeStruct(own_counters.shape, jnp.int32),
         ),
-        grid=(num_splits, batch_size * kv_heads, num_tiles),
+        grid=(num_tiles, num_splits, batch_size * kv_heads),
         input_output_aliases={9: 6},
         compiler_params=plt.CompilerParams(num_warps=tiles.num_warps, num_stages=tiles.num_stages),
         interpret=interpret,
