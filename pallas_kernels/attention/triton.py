@@ -29,6 +29,9 @@ NARROW_ROWS, PREFILL_ROWS = 16, 128
 NUM_PROGRAMS, MAX_SPLITS = 128, 32
 
 
+# Fewest entries of a tile that is normed. Every thread then has whole vectors of a row: the order
+# of a row's sum, and with it its bits, do not depend on how many rows there are.
+NORMED_ENTRIES = 2048
 # Splits that are combined at a time.
 COMBINED_SPLITS = 4
 
@@ -116,7 +119,7 @@ def _attention_kernel(
 
         def write_keys():
             """Norm and rotate the block's keys, and write them and their values."""
-            num_rows = pl.next_power_of_2(block.num_rows)
+            num_rows = max(pl.next_power_of_2(block.num_rows), NORMED_ENTRIES // block.head_dim)
             row = jnp.arange(num_rows, dtype=jnp.int32)[:, None]
             mask = row < block.num_rows
             key = norm_rotate(*load_heads(row, block.groups, mask), k_norm_ref, block.eps)
@@ -214,8 +217,9 @@ def _attention_kernel(
             index = i * block.combined_splits + k
             mask = jnp.broadcast_to(index < num_active, tile_row.shape)
             best = load(best_ref.at[unit, index, tile_row], mask=mask, other=-jnp.inf)
+            total = load(total_ref.at[unit, index, tile_row], mask=mask, other=0)
             index = (unit, index, column.reshape(-1, 1), tile_row[None])
-            parts.append((best, load(part_ref.at[index], mask=mask[None], other=0)))
+            parts.append((best, total, load(part_ref.at[index], mask=mask[None], other=0)))
         return parts
 
     def combine(query_row):
@@ -224,21 +228,22 @@ def _attention_kernel(
         index = (unit, jnp.arange(block.num_splits, dtype=jnp.int32)[:, None], tile_row[None])
         mask = index[1] < num_active
         bests = load(best_ref.at[index], mask=mask, other=-jnp.inf)
-        totals = load(total_ref.at[index], mask=mask, other=0)
         first = load_splits(0)
         best = jnp.max(bests, axis=0)
         best = jnp.where(best == -jnp.inf, 0.0, best)
-        total = jnp.sum(totals * jnp.exp2((bests - best[None]) * block.scale), axis=0)
 
-        def add(out, parts):
-            for own, part in parts:
-                out = out + part * jnp.exp2((own - best) * block.scale)[None]
-            return out
+        def add(sums, parts):
+            total, out = sums
+            for own, own_total, part in parts:
+                weight = jnp.exp2((own - best) * block.scale)
+                total, out = total + own_total * weight, out + part * weight[None]
+            return total, out
 
-        out = add(jnp.zeros((block.head_dim, block.row_tile), jnp.float32), first)
+        zeros = jnp.zeros((block.head_dim, block.row_tile), jnp.float32)
+        sums = add((jnp.zeros_like(best), zeros), first)
         num_rounds = pl.cdiv(num_active, block.combined_splits)
-        step = lambda i, out: add(out, load_splits(i))  # noqa: E731
-        write(query_row, total, jax.lax.fori_loop(1, num_rounds, step, out))
+        step = lambda i, sums: add(sums, load_splits(i))  # noqa: E731
+        write(query_row, *jax.lax.fori_loop(1, num_rounds, step, sums))
 
     @pl.when(split < num_active)
     def _():
@@ -265,7 +270,9 @@ def _attention_kernel(
                 combine(query_row)
 
 
-def _tiles(num_rows: int, num_query_rows: int, capacity: int, dtype, *, is_prefill: bool) -> Tiles:
+def _tiles(
+    num_rows: int, num_query_rows: int, head_dim: int, capacity: int, dtype, *, is_prefill: bool
+) -> Tiles:
     """Return the tiles that suit a block best; full f32 products run on no tensor core.
 
     The query rows and stages of a narrow block change no bits.
@@ -274,7 +281,8 @@ def _tiles(num_rows: int, num_query_rows: int, capacity: int, dtype, *, is_prefi
         return Tiles(16, 16 if num_rows <= NARROW_ROWS else 32, 8, 2)
     if num_rows <= NARROW_ROWS:
         # In a short cache loads in flight cost more than they save.
-        return Tiles(16 if num_query_rows <= 32 else 32, 128, 8, 1 if capacity <= 4096 else 3)
+        row_tile = max(16 if num_query_rows <= 32 else 32, NORMED_ENTRIES // head_dim)
+        return Tiles(row_tile, 128, 8, 1 if capacity <= 4096 else 3)
     if is_prefill:
         return Tiles(128, 64, 4, 2) if num_rows > 1024 else Tiles(64, 64, 4, 3)
     if capacity > 8192:
@@ -323,9 +331,9 @@ def block_attention(
     num_query_rows = num_rows * (heads - 2)
     is_prefill = num_rows > PREFILL_ROWS and mask is None
     capacity = cache_key.shape[2]
-    tiles = _tiles(num_rows, num_query_rows, capacity, qkv.dtype, is_prefill=is_prefill)
+    tiles = _tiles(num_rows, num_query_rows, head_dim, capacity, qkv.dtype, is_prefill=is_prefill)
     tiles = Tiles(
-        row_tile or min(tiles.rows, max(pl.next_power_of_2(num_query_rows), 16)),
+        row_tile or tiles.rows,
         key_tile or tiles.keys,
         num_warps or tiles.num_warps,
         num_stages or tiles.num_stages,
