@@ -75,6 +75,28 @@ def test_the_cache_is_updated_in_place(compiled):
         assert not re.findall(rf"= {shape}\S* copy\(", program.as_text())
 
 
+@pytest.mark.parametrize("drafter", [NoDraft(), *DRAFTERS], ids=str)
+def test_the_loop_does_not_return_to_the_host(drafter, tmp_path):
+    """A predicate that the host reads is a copy to it after every step."""
+    model, num_steps = gpu_model(), 8
+    config = GenerateConfig(max_new_tokens=300, eos_token_ids=())
+    tokens, request = make_request(model.config, random_prompts((40,)), config)
+    state = init_state(model, tokens, request, drafter=drafter)
+    for steps in (1, num_steps):
+        with jax.profiler.trace(tmp_path / str(steps)):
+            state = run_steps(model, state, request, jnp.int32(steps), drafter=drafter)
+            jax.block_until_ready(state)
+    assert int(state.num_steps[0]) == num_steps + 1
+    (path,) = (tmp_path / str(num_steps)).rglob("*.xplane.pb")
+    planes = jax.profiler.ProfileData.from_file(str(path)).planes
+    lines = [
+        line for plane in planes if plane.name.startswith("/device:GPU") for line in plane.lines
+    ]
+    names = [event.name for line in lines for event in line.events]
+    assert "_verify_greedy_kernel" in " ".join(names)
+    assert names.count("MemcpyD2H") < num_steps
+
+
 @pytest.mark.parametrize("drafter", DRAFTERS, ids=str)
 @pytest.mark.parametrize("lengths", [(23,), (1, 40, 17)], ids=str)
 def test_float32_tokens_are_those_of_plain_decoding(drafter, lengths):
