@@ -39,8 +39,8 @@ from pallas_kernels.dispatch import Implementation
 GREEDY = SamplingMode()
 UNFINISHED, FINISHED_BY_EOS, FINISHED_BY_LENGTH = range(3)
 NO_END = 2**31 - 1
-# A GPU then runs the loop as one CUDA graph and does not ask the host after every step. (XLA's own
-# list, and the two that make up a loop; and even if there are few operations around the loop.)
+# A GPU then runs the loop as one CUDA graph and does not ask the host after every step: XLA's own
+# list, with the two that make up a loop; XLA otherwise makes no graph of fewer than 5 operations.
 LOOP_OPTIONS = {
     "xla_gpu_enable_command_buffer": "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,"
     "DYNAMIC_SLICE_FUSION,WHILE,CONDITIONAL",

@@ -36,7 +36,7 @@ SWEEPS: dict[str, list[dict[str, Any]]] = {
     ],
     "block_attention": [
         dict(row_tile=r, key_tile=k, num_warps=w, num_stages=s)
-        for r, k, w, s in product((16, 32, 128), (64, 128), (4, 8), (2, 3))
+        for r, k, w, s in product((16, 32, 64, 128), (32, 64, 128), (4, 8), (1, 2, 3))
     ],
 }
 # (block_n, block_k, num_warps, num_stages, num_programs) of a product.
@@ -44,7 +44,10 @@ PRODUCTS = ("rms_linear", "rms_swiglu", "linear_residual")
 TILINGS = [
     (n, k, w, s, p)
     for n, (k, s), w, p in product(
-        (64, 128), ((32, 5), (64, 4), (64, 8), (128, 4), (128, 6), (128, 8)), (4, 8), (1, 128)
+        (64, 128),
+        ((32, 5), (64, 4), (64, 8), (128, 4), (128, 5), (128, 6), (128, 8)),
+        (4, 8),
+        (1, 64, 128),
     )
 ]
 

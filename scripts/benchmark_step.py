@@ -47,7 +47,11 @@ ROWS = "1,8,16,56,64,84,120,128"
 )
 @dtype_option
 @click.option("--step/--no-step", "is_timed", default=True, help="Time the steps of --rows.")
-@click.option("--profile", is_flag=True, help="Also list a step's kernels by device time.")
+@click.option(
+    "--profile",
+    is_flag=True,
+    help="Also list kernels by device time: of a step; with --ttft of prefill.",
+)
 @click.option("--overhead", is_flag=True, help="Also time the drafters' loops less the forward.")
 @click.option("--compile", "is_cold", is_flag=True, help="Also compile cold: no cache is used.")
 @click.option("--ttft", is_flag=True, help="Also time prefill and first step of a prompt.")

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import pallas_kernels
-from pallas_kernels.attention import num_counters
+from pallas_kernels.attention import num_counters as num_arrival_counters
 from pallas_kernels.linear import num_counters as num_column_counters
 
 # The folder of each op.
@@ -95,7 +95,8 @@ def _product(name: str, case: Any) -> Call:
             return op(*arrays, counters, implementation=form)
         return op(*arrays, implementation=form), counters
 
-    counters = jnp.zeros((num_column_counters(case.num_columns),), jnp.int32)
+    num_counters = num_column_counters(case.num_columns) if name == "linear_residual" else 0
+    counters = jnp.zeros((num_counters,), jnp.int32)
     return Call(run, counters, arrays, arrays[1].nbytes, True, LIMITS[arrays[1].dtype.itemsize])
 
 
@@ -108,7 +109,7 @@ def _attention(name: str, case: Any) -> Call:
         *out, counters = op(*arrays, counters, implementation=form)
         return out, counters
 
-    counters = jnp.zeros((num_counters(qkv.shape),), jnp.int32)
+    counters = jnp.zeros((num_arrival_counters(qkv.shape),), jnp.int32)
     slot_bytes = 2 * cache_key.nbytes // (cache_key.shape[0] * cache_key.shape[2])
     num_bytes = int(num_cached.sum()) * slot_bytes
     return Call(run, counters, arrays, num_bytes, True, LIMITS[qkv.dtype.itemsize])

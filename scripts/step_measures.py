@@ -143,6 +143,8 @@ def measure_overhead(bench: Bench, program: Program, *, num_steps: int, num_runs
 def profile_step(bench: Bench, program: Program, *, num_steps: int) -> Row:
     """Return what a step costs the device in all, and its 40 dearest kernels, under the profiler.
 
+    Every step is a call of its own, so that wall time and gaps hold a launch of the loop.
+
     Raises:
       RuntimeError: the profiler saw no kernel of a GPU.
     """

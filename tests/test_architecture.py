@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -82,3 +83,11 @@ def test_every_module_of_jaxspec_has_its_place():
 
 def test_no_utils_module():
     assert not [path for path in SOURCES if path.stem in ("utils", "util", "misc")]
+
+
+def test_the_package_list_is_complete():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    names = ("checkpoints", "jaxspec", "pallas_kernels")
+    folders = [path.parent for name in names for path in (ROOT / name).rglob("__init__.py")]
+    expected = sorted(".".join(folder.relative_to(ROOT).parts) for folder in folders)
+    assert sorted(project["tool"]["setuptools"]["packages"]) == expected

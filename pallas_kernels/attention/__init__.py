@@ -37,8 +37,8 @@ def block_attention(
     Queries and keys get an RMSNorm per head, in the cast order of transformers, then RoPE in its
     half-rotation form. Scores are f32, scaled by H ** -0.5; weights are cast to the input's dtype
     before the product with the values, which accumulates in f32. A row sees the cache slots below
-    ``num_cached`` and the rows of the block that the mask says. Other slots change nothing,
-    whatever they hold, NaN included.
+    ``num_cached`` and the rows of the block that the mask says; what it gives if it sees neither is
+    up to the form. Other slots change nothing, whatever they hold, NaN included.
 
     Args:
         qkv: For each of K kv heads its G query heads, its key, its value: X = G + 2.

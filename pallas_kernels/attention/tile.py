@@ -48,31 +48,6 @@ def norm_rotate(x, partner, cos, sin, weight_ref, eps):
     return (rounded(x * cos) + jnp.where(is_low[None], -turned, turned)).astype(dtype)
 
 
-def norm_rotate_halves(halves, weights, cos, sin, eps):
-    """Norm and rotate heads given as two halves, and return them so.
-
-    Rounds as the reference does.
-    """
-    dtype = halves[0].dtype
-    width = 2 * halves[0].shape[1]
-
-    def rounded(x):
-        return x.astype(dtype).astype(jnp.float32)
-
-    cos, sin, *halves = (part.astype(jnp.float32) for part in (cos, sin, *halves))
-    squares = sum(jnp.sum(half * half, axis=1) for half in halves)
-    scale = jax.lax.rsqrt(squares / width + eps)[:, None]
-    low, high = (
-        rounded(rounded(half * scale) * weight.astype(jnp.float32)[None])
-        for half, weight in zip(halves, weights, strict=True)
-    )
-    low, high = (
-        rounded(low * cos) - rounded(high * sin),
-        rounded(high * cos) + rounded(low * sin),
-    )
-    return low.astype(dtype), high.astype(dtype)
-
-
 def accumulate(state, scores, value, scale, precision):
     """Add a tile of keys to a running softmax. Invisible keys have a score of -inf.
 
@@ -84,7 +59,7 @@ def accumulate(state, scores, value, scale, precision):
     # Rows that have seen no key yet.
     base = jnp.where(new_best == -jnp.inf, 0.0, new_best)
     # Scaled after the difference: nothing here can be contracted in two ways, so that every
-    # kernel rounds alike.
+    # kind of tile rounds alike.
     weights = jnp.exp2((scores - base[None]) * scale)
     decay = jnp.exp2((best - base) * scale)[None]
     out = out * decay + product(value, weights.astype(value.dtype), precision, (0, 0))

@@ -4,7 +4,8 @@ Blocks of a few rows are one launch: programs split the keys of a kv head among 
 (flash-decoding), and the last one to arrive combines their partial results. Keys fall into tiles by
 their position in the text, cached or not, and tiles into splits, so that of blocks that continue
 the text a row's result has the same bits whatever block it is part of (in a batch of the same
-size), and only tiles with live keys cost anything. Blocks of more rows are in ``long``.
+size), and only tiles with live keys cost anything. Blocks of more rows are normed by ``split_qkv``;
+then ``wide`` attends for those of a decoding step, ``prefill`` for prompts.
 """
 
 from functools import partial
@@ -17,9 +18,11 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 from jaxtyping import Float, Int
 
-from pallas_kernels.attention.long.triton import long_attention
+from pallas_kernels.attention.prefill.triton import prefill
 from pallas_kernels.attention.reference import mask_array, precision_of
+from pallas_kernels.attention.split_qkv.triton import split_qkv
 from pallas_kernels.attention.tile import LOG2_E, Tiles, accumulate, norm_rotate, product
+from pallas_kernels.attention.wide.triton import wide_attention
 from pallas_kernels.device import require_hopper
 
 # Up to so many rows are one launch, and blocks that continue the text give bits that do not depend
@@ -27,8 +30,6 @@ from pallas_kernels.device import require_hopper
 NARROW_ROWS, PREFILL_ROWS = 16, 128
 # Programs that fill the device once, and the most parts to split the keys of one into.
 NUM_PROGRAMS, MAX_SPLITS = 128, 32
-
-
 # Fewest entries of a tile that is normed. Every thread then has whole vectors of a row: the order
 # of a row's sum, and with it its bits, do not depend on how many rows there are.
 NORMED_ENTRIES = 2048
@@ -46,7 +47,6 @@ class _Block(NamedTuple):
     row_tile: int
     key_tile: int
     num_splits: int
-    combined_splits: int
     has_mask: bool
     eps: float
     precision: jax.lax.Precision
@@ -213,8 +213,8 @@ def _attention_kernel(
         """Load the results of a few splits; their loads wait for memory together."""
         tile_row = jnp.arange(block.row_tile, dtype=jnp.int32)
         parts = []
-        for k in range(block.combined_splits):
-            index = i * block.combined_splits + k
+        for k in range(COMBINED_SPLITS):
+            index = i * COMBINED_SPLITS + k
             mask = jnp.broadcast_to(index < num_active, tile_row.shape)
             best = load(best_ref.at[unit, index, tile_row], mask=mask, other=-jnp.inf)
             total = load(total_ref.at[unit, index, tile_row], mask=mask, other=0)
@@ -241,7 +241,7 @@ def _attention_kernel(
 
         zeros = jnp.zeros((block.head_dim, block.row_tile), jnp.float32)
         sums = add((jnp.zeros_like(best), zeros), first)
-        num_rounds = pl.cdiv(num_active, block.combined_splits)
+        num_rounds = pl.cdiv(num_active, COMBINED_SPLITS)
         step = lambda i, sums: add(sums, load_splits(i))  # noqa: E731
         write(query_row, *jax.lax.fori_loop(1, num_rounds, step, sums))
 
@@ -271,7 +271,13 @@ def _attention_kernel(
 
 
 def _tiles(
-    num_rows: int, num_query_rows: int, head_dim: int, capacity: int, dtype, *, is_prefill: bool
+    num_rows: int,
+    num_query_rows: int,
+    head_dim: int,
+    capacity: int,
+    dtype: jax.typing.DTypeLike,
+    *,
+    is_prefill: bool,
 ) -> Tiles:
     """Return the tiles that suit a block best; full f32 products run on no tensor core.
 
@@ -308,8 +314,6 @@ def block_attention(
     key_tile: int | None = None,
     num_warps: int | None = None,
     num_stages: int | None = None,
-    num_splits: int | None = None,
-    combined_splits: int = COMBINED_SPLITS,
 ) -> tuple[
     Float[Array, "B T K G H"],
     Float[Array, "B K T H"],
@@ -340,28 +344,22 @@ def block_attention(
     )
     num_tiles = pl.cdiv(num_query_rows, tiles.rows)
     num_units = batch_size * kv_heads * num_tiles
-    if num_splits is None:
-        # Not by the rows of a narrow block: the splits decide its bits.
-        num_programs = num_units if num_rows > NARROW_ROWS else batch_size * kv_heads
-        num_splits = min(max(NUM_PROGRAMS // num_programs, 1), MAX_SPLITS)
-        num_splits = 1 if is_prefill else 1 << (num_splits.bit_length() - 1)
+    # Not by the rows of a narrow block: the splits decide its bits.
+    num_programs = num_units if num_rows > NARROW_ROWS else batch_size * kv_heads
+    num_splits = min(max(NUM_PROGRAMS // num_programs, 1), MAX_SPLITS)
+    num_splits = 1 << (num_splits.bit_length() - 1)
     own_counters = jnp.zeros((num_units,), jnp.int32) if counters is None else counters
     if num_rows > NARROW_ROWS:
-        out, key, value, own_counters = long_attention(
-            qkv,
-            cos,
-            sin,
-            q_norm,
-            k_norm,
-            cache_key,
-            cache_value,
-            num_cached,
+        query, key, value = split_qkv(qkv, cos, sin, q_norm, k_norm, eps=eps, interpret=interpret)
+        arrays = (query, key, value, cache_key, cache_value, num_cached)
+        if is_prefill:
+            return prefill(*arrays, tiles=tiles, interpret=interpret), key, value, counters
+        out, own_counters = wide_attention(
+            *arrays,
             own_counters,
             mask=mask,
-            eps=eps,
             tiles=tiles,
             num_splits=num_splits,
-            is_prefill=is_prefill,
             interpret=interpret,
         )
         return out, key, value, None if counters is None else own_counters
@@ -373,7 +371,6 @@ def block_attention(
         row_tile=tiles.rows,
         key_tile=tiles.keys,
         num_splits=num_splits,
-        combined_splits=combined_splits,
         has_mask=mask is not None,
         eps=eps,
         precision=precision_of(qkv),

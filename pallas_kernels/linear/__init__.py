@@ -152,7 +152,9 @@ def linear_residual(
             f"but the rows have {x.dtype}"
         )
     if counters is not None and (
-        counters.dtype != jnp.int32 or counters.size < num_counters(weight.shape[1])
+        counters.dtype != jnp.int32
+        or counters.ndim != 1
+        or counters.size < num_counters(weight.shape[1])
     ):
         raise ValueError(
             f"counters has shape {counters.shape} and dtype {counters.dtype}, at least "

@@ -20,6 +20,7 @@ DRAFTERS = [
     *(make_drafter(spec, platform="gpu") for spec in ("promptlookup", "lookahead")),
     PromptLookup(num_draft_tokens=7),
     Lookahead(7, 5, 7),
+    Lookahead(1, 2, 1),
 ]
 
 

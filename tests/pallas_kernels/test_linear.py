@@ -360,6 +360,12 @@ RESIDUAL = dict(x=array(3, 8), weight=array(8, 6), residual=array(3, 6), norm_we
         (
             linear_residual,
             RESIDUAL,
+            dict(counters=array(4, 4, dtype=jnp.int32)),
+            r"counters has shape \(4, 4\)",
+        ),
+        (
+            linear_residual,
+            RESIDUAL,
             dict(counters=array(0, dtype=jnp.int32)),
             r"counters has shape \(0,\) and dtype int32, at least \(1,\) and int32 are needed",
         ),

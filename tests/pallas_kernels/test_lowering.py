@@ -57,7 +57,9 @@ def expected_kernels(op, case):
         return ["_argmax_partial_kernel"] + ["_argmax_reduce_kernel"] * (not one_part)
     if op is block_attention:
         is_long = case.num_rows > 16
-        return ["_split_qkv_kernel", "_long_attention_kernel"] if is_long else ["_attention_kernel"]
+        is_prefill = case.num_rows > 128 and not case.num_candidates
+        attention = "_prefill_kernel" if is_prefill else "_wide_attention_kernel"
+        return ["_split_qkv_kernel", attention] if is_long else ["_attention_kernel"]
     if op is verify_greedy:
         return ["_verify_greedy_kernel"]
     kinds = {"rms_swiglu": "swiglu", "linear_residual": "residual"}

@@ -1,1 +1,0 @@
-"""The part of ``block_attention`` that takes long blocks."""
