@@ -8,8 +8,6 @@ around it. `python scripts/benchmark.py decode` compares the drafters on prompts
 follows.
 """
 
-import sys
-
 import click
 import command
 from benchmark_decode import decode
@@ -20,7 +18,7 @@ from benchmark_step import step
 import jaxspec
 
 
-@click.group()
+@click.group(no_args_is_help=False)
 @click.version_option(jaxspec.__version__, prog_name="jaxspec")
 def main() -> None:
     """Measure jaxspec on this machine."""
@@ -33,4 +31,4 @@ main.add_command(exactness)
 
 
 if __name__ == "__main__":
-    sys.exit(command.run(main))
+    command.leave(command.run(main))

@@ -7,6 +7,7 @@ import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NoReturn
 
 import click
 import jax
@@ -36,9 +37,10 @@ def run(command: click.Command, args: Sequence[str] | None = None) -> int:
     except (click.Abort, KeyboardInterrupt):
         print("interrupted", file=sys.stderr)
         return EXIT_INTERRUPTED
-    except BrokenPipeError:
-        # The reader left (`| head`): nothing to report, and nothing more can be written.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except (BrokenPipeError, SystemExit):
+        # The reader left (`| head`), to which click's answer is SystemExit: nothing to report, and
+        # nothing more can be written.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         return 0
     except click.ClickException as error:
         message = error.format_message()
@@ -62,6 +64,19 @@ def run(command: click.Command, args: Sequence[str] | None = None) -> int:
         message = f"JAX cannot use the platform asked for: {error}"
     print("error: " + " ".join(message.split()), file=sys.stderr)
     return EXIT_BAD_INPUT
+
+
+def leave(code: int) -> NoReturn:
+    """Leave Python with an exit code.
+
+    After an interrupt at once: programs that still compile or run in other threads would crash
+    Python while it shuts down.
+    """
+    if code == EXIT_INTERRUPTED:
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+        os._exit(code)
+    sys.exit(code)
 
 
 _was_interrupted = False

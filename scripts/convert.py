@@ -77,4 +77,4 @@ def main(
 if __name__ == "__main__":
     # Orbax asks JAX for its devices, and a conversion must not take a GPU's memory.
     jax.config.update("jax_platforms", "cpu")
-    sys.exit(command.run(main))
+    command.leave(command.run(main))

@@ -307,4 +307,4 @@ def make_drafter(flags: dict[str, Any]) -> jaxspec.Drafter:
 
 
 if __name__ == "__main__":
-    sys.exit(command.run(main))
+    command.leave(command.run(main))

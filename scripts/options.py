@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import click
@@ -22,8 +23,22 @@ dtype_option = click.option(
     default=None,
     help="Of weights and activations.  [default: float32 on CPU, bfloat16 on GPU]",
 )
+
+
+def _in_a_folder(context: click.Context, option: click.Parameter, value: str | None) -> str | None:
+    """Return a file's path, whose folder has to be there."""
+    del context, option
+    folder = None if value is None else Path(value).absolute().parent
+    if folder is not None and not (folder.is_dir() and os.access(folder, os.W_OK)):
+        raise click.BadParameter(f"expected a file in a folder to write to, got {value!r}")
+    return value
+
+
 out_option = click.option(
-    "--out", type=click.Path(dir_okay=False), help="Append the JSON lines to a file."
+    "--out",
+    type=click.Path(dir_okay=False, writable=True),
+    callback=_in_a_folder,
+    help="Append the JSON lines to a file.",
 )
 KERNELS = ("default", "triton", "interpret", "xla")
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import sys
 import time
 from pathlib import Path
 
@@ -97,4 +96,4 @@ def _say(line: str) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(command.run(main))
+    command.leave(command.run(main))

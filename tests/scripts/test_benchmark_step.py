@@ -156,6 +156,7 @@ def test_a_time_limit_stops_with_what_there_is(run):
                                 "between, got 'cuda'"),
         (["--length", "126"], "--length 126 and --steps 4: expected at most --capacity 128 "
                               "together, got 130"),
+        (["--out", "missing/rows.jsonl"], "expected a file in a folder to write to, got 'missing"),
         (["--steps", "0"], "0 is not in the range x>=1"),
         (["--time-limit", "0"], "0.0 is not in the range x>0"),
         (["--dtype", "int8"], "'int8' is not one of"),

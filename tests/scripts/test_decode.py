@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
+import sys
+from pathlib import Path
 
 import command
 import decode
@@ -274,6 +277,38 @@ def test_interrupt_gives_130(run, monkeypatch):
     monkeypatch.setattr(decode.jaxspec, "stream", interrupt)
     code, _, err = run("--prompt", "x")
     assert code == 130 and err.strip() == "interrupted"
+
+
+PROCESS = """
+import sys, threading, time
+sys.path.insert(0, {scripts!r})
+import click, command
+
+@click.command()
+def main():
+    {body}
+
+command.leave(command.run(main))
+"""
+
+
+@pytest.mark.parametrize(
+    "body, code, err",
+    [
+        ("raise KeyboardInterrupt", 130, "interrupted"),
+        ("click.echo('x' * 2**20)", 0, ""),
+        ("return 1", 1, ""),
+    ],
+    ids=["interrupt", "reader_left", "code"],
+)
+def test_how_a_process_ends(body, code, err):
+    """The pipe of standard output is closed from the start."""
+    program = PROCESS.format(scripts=str(Path(command.__file__).parent), body=body)
+    pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    with subprocess.Popen([sys.executable, "-c", program], **pipes) as process:
+        process.stdout.close()
+        assert process.stderr.read().strip() == err
+    assert process.returncode == code
 
 
 def test_the_compilation_cache_is_on_unless_jax_was_told(monkeypatch, tmp_path):
