@@ -1,4 +1,4 @@
-"""The arithmetic on one tile of keys, as it stands inside a kernel."""
+"""Tiles of keys: their sizes, and the arithmetic on one as it stands inside a kernel."""
 
 from typing import NamedTuple
 
@@ -6,6 +6,12 @@ import jax
 import jax.numpy as jnp
 
 LOG2_E = 1.4426950408889634
+# Up to so many rows are one launch, and blocks that continue the text give bits that do not depend
+# on the width; from more than so many rows on such a block is prefill.
+NARROW_ROWS, PREFILL_ROWS = 16, 128
+# Fewest entries of a tile that is normed. Every thread then has whole vectors of a row: the order
+# of a row's sum, and with it its bits, do not depend on how many rows there are.
+NORMED_ENTRIES = 2048
 
 
 class Tiles(NamedTuple):
@@ -15,6 +21,32 @@ class Tiles(NamedTuple):
     keys: int
     num_warps: int
     num_stages: int
+
+
+def tiles_for(
+    num_rows: int,
+    num_query_rows: int,
+    head_dim: int,
+    capacity: int,
+    dtype: jax.typing.DTypeLike,
+    *,
+    is_prefill: bool,
+) -> Tiles:
+    """Return the tiles that suit a block best; full f32 products run on no tensor core.
+
+    The query rows and stages of a narrow block change no bits.
+    """
+    if dtype == jnp.float32:
+        return Tiles(16, 16 if num_rows <= NARROW_ROWS else 32, 8, 2)
+    if num_rows <= NARROW_ROWS:
+        # In a short cache loads in flight cost more than they save.
+        row_tile = max(16 if num_query_rows <= 32 else 32, NORMED_ENTRIES // head_dim)
+        return Tiles(row_tile, 128, 8, 1 if capacity <= 4096 else 3)
+    if is_prefill:
+        return Tiles(128, 64, 4, 2) if num_rows > 1024 else Tiles(64, 64, 4, 3)
+    if capacity > 8192:
+        return Tiles(128, 64, 8, 3)
+    return Tiles(64, 32 if num_rows <= 64 else 64, 4, 3)
 
 
 def product(x, y, precision, contracting):

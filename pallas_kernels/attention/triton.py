@@ -21,18 +21,22 @@ from jaxtyping import Float, Int
 from pallas_kernels.attention.prefill.triton import prefill
 from pallas_kernels.attention.reference import mask_array, precision_of
 from pallas_kernels.attention.split_qkv.triton import split_qkv
-from pallas_kernels.attention.tile import LOG2_E, Tiles, accumulate, norm_rotate, product
+from pallas_kernels.attention.tile import (
+    LOG2_E,
+    NARROW_ROWS,
+    NORMED_ENTRIES,
+    PREFILL_ROWS,
+    Tiles,
+    accumulate,
+    norm_rotate,
+    product,
+    tiles_for,
+)
 from pallas_kernels.attention.wide.triton import wide_attention
 from pallas_kernels.device import require_hopper
 
-# Up to so many rows are one launch, and blocks that continue the text give bits that do not depend
-# on the width; from more than so many rows on such a block is prefill.
-NARROW_ROWS, PREFILL_ROWS = 16, 128
 # Programs that fill the device once, and the most parts to split the keys of one into.
 NUM_PROGRAMS, MAX_SPLITS = 128, 32
-# Fewest entries of a tile that is normed. Every thread then has whole vectors of a row: the order
-# of a row's sum, and with it its bits, do not depend on how many rows there are.
-NORMED_ENTRIES = 2048
 # Splits that are combined at a time.
 COMBINED_SPLITS = 4
 
@@ -270,32 +274,6 @@ def _attention_kernel(
                 combine(query_row)
 
 
-def _tiles(
-    num_rows: int,
-    num_query_rows: int,
-    head_dim: int,
-    capacity: int,
-    dtype: jax.typing.DTypeLike,
-    *,
-    is_prefill: bool,
-) -> Tiles:
-    """Return the tiles that suit a block best; full f32 products run on no tensor core.
-
-    The query rows and stages of a narrow block change no bits.
-    """
-    if dtype == jnp.float32:
-        return Tiles(16, 16 if num_rows <= NARROW_ROWS else 32, 8, 2)
-    if num_rows <= NARROW_ROWS:
-        # In a short cache loads in flight cost more than they save.
-        row_tile = max(16 if num_query_rows <= 32 else 32, NORMED_ENTRIES // head_dim)
-        return Tiles(row_tile, 128, 8, 1 if capacity <= 4096 else 3)
-    if is_prefill:
-        return Tiles(128, 64, 4, 2) if num_rows > 1024 else Tiles(64, 64, 4, 3)
-    if capacity > 8192:
-        return Tiles(128, 64, 8, 3)
-    return Tiles(64, 32 if num_rows <= 64 else 64, 4, 3)
-
-
 def block_attention(
     qkv: Float[Array, "B T K X H"],
     cos: Float[Array, "B T H2"],
@@ -335,7 +313,9 @@ def block_attention(
     num_query_rows = num_rows * (heads - 2)
     is_prefill = num_rows > PREFILL_ROWS and mask is None
     capacity = cache_key.shape[2]
-    tiles = _tiles(num_rows, num_query_rows, head_dim, capacity, qkv.dtype, is_prefill=is_prefill)
+    tiles = tiles_for(
+        num_rows, num_query_rows, head_dim, capacity, qkv.dtype, is_prefill=is_prefill
+    )
     tiles = Tiles(
         row_tile or tiles.rows,
         key_tile or tiles.keys,
