@@ -78,7 +78,7 @@ def test_the_cache_is_updated_in_place(compiled):
 
 @pytest.mark.parametrize("drafter", [NoDraft(), *DRAFTERS], ids=str)
 def test_the_loop_does_not_return_to_the_host(drafter, tmp_path):
-    """A predicate that the host reads is a copy to it after every step."""
+    """Of a loop in a CUDA graph a profile has the predicate's kernel; the host reads nothing."""
     model, num_steps = gpu_model(), 8
     config = GenerateConfig(max_new_tokens=300, eos_token_ids=())
     tokens, request = make_request(model.config, random_prompts((40,)), config)
@@ -94,7 +94,7 @@ def test_the_loop_does_not_return_to_the_host(drafter, tmp_path):
         line for plane in planes if plane.name.startswith("/device:GPU") for line in plane.lines
     ]
     names = [event.name for line in lines for event in line.events]
-    assert "_verify_greedy_kernel" in " ".join(names)
+    assert "set_while_condition" in names
     assert names.count("MemcpyD2H") < num_steps
 
 
