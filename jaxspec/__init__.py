@@ -10,6 +10,7 @@ Axis letters in annotations and docstrings:
 
 from jaxspec.config import GenerateConfig as GenerateConfig
 from jaxspec.config import Qwen3Config as Qwen3Config
+from jaxspec.drafters import Auto as Auto
 from jaxspec.drafters import Drafter as Drafter
 from jaxspec.drafters import Lookahead as Lookahead
 from jaxspec.drafters import NoDraft as NoDraft
@@ -17,10 +18,12 @@ from jaxspec.drafters import Outcome as Outcome
 from jaxspec.drafters import PromptLookup as PromptLookup
 from jaxspec.drafters import Proposal as Proposal
 from jaxspec.drafters import current_tokens as current_tokens
-from jaxspec.generation import Generation as Generation
 from jaxspec.generation import generate as generate
 from jaxspec.generation import stream as stream
 from jaxspec.layout import BlockLayout as BlockLayout
 from jaxspec.model import Qwen3 as Qwen3
+from jaxspec.result import Generation as Generation
+from jaxspec.stats import Difference as Difference
+from jaxspec.stats import first_difference as first_difference
 
 __version__ = "0.1.0"

@@ -7,6 +7,8 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
+
 # Ids, slots and positions are int32.
 _MAX_SIZE = 2**31 - 1
 _EPS_BOUNDS = (1e-30, 1.0)
@@ -290,6 +292,14 @@ def _token_ids(value: Any) -> list[int]:
 
 # Positions are 32-bit, and a cache of so many tokens is larger than any memory.
 _MAX_TOKENS = 2**28
+_COUNT_RANGES = {
+    "max_new_tokens": (1, _MAX_TOKENS),
+    "max_seq_len": (1, _MAX_TOKENS),
+    "min_new_tokens": (0, _MAX_TOKENS),
+    "num_logprobs": (0, 1000),
+    "prefill_chunk_size": (1, _MAX_TOKENS),
+}
+_OPTIONAL_COUNTS = ("max_seq_len", "num_logprobs", "prefill_chunk_size")
 _SAMPLING_RANGES: dict[str, tuple[float, float]] = {
     "temperature": (0, 100),
     "top_k": (0, 2**31 - 1),
@@ -309,7 +319,12 @@ class GenerateConfig:
       max_new_tokens: most tokens to emit per prompt, >= 1; EOS counts.
       max_seq_len: longest prompt plus output allowed, in tokens; None = the model's
         `max_position_embeddings`.
+      min_new_tokens: tokens before which no EOS is picked and no stop string counts; 0 = off.
       eos_token_ids: ids that end a text; None = those of the model's configuration, () = none.
+      stop_strings: strings that end a text; it is cut before them, and its tokens after the one
+        that completes one. `generate` then needs the tokenizer.
+      num_logprobs: alternatives whose log-probabilities are kept with those of the emitted
+        tokens; 0 = of the tokens alone, None = none at all.
       seed: seed of the rows' random streams, one for all rows or one per row. Rows of one seed
         and one prompt get one text. Greedy output does not depend on it.
       temperature: divides the logits before a token is drawn; 0 = greedy.
@@ -327,7 +342,10 @@ class GenerateConfig:
 
     max_new_tokens: int = 256
     max_seq_len: int | None = None
+    min_new_tokens: int = 0
     eos_token_ids: tuple[int, ...] | None = None
+    stop_strings: tuple[str, ...] = ()
+    num_logprobs: int | None = None
     seed: int | tuple[int, ...] = 0
     temperature: float = 0.0
     top_k: int = 0
@@ -340,12 +358,26 @@ class GenerateConfig:
     prefill_chunk_size: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("max_new_tokens", "max_seq_len", "prefill_chunk_size"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"{name}={value} is not at least 1")
-            if value is not None and value > _MAX_TOKENS:
-                raise ValueError(f"{name}={value} is more than {_MAX_TOKENS}")
+        for name, (least, most) in _COUNT_RANGES.items():
+            count = getattr(self, name)
+            if count is None and name in _OPTIONAL_COUNTS:
+                continue
+            if not isinstance(count, int | np.integer) or isinstance(count, bool):
+                raise ValueError(f"{name}={count!r} is not an integer")
+            if count < least:
+                raise ValueError(f"{name}={count} is not at least {least}")
+            if count > most:
+                raise ValueError(f"{name}={count} is more than {most}")
+        if self.min_new_tokens > self.max_new_tokens:
+            raise ValueError(
+                f"min_new_tokens={self.min_new_tokens} is more than "
+                f"max_new_tokens={self.max_new_tokens}"
+            )
+        if isinstance(self.stop_strings, str):
+            raise ValueError(f"stop_strings={self.stop_strings!r} is a string, expected a tuple")
+        for name in ("stop_strings", "eos_token_ids"):
+            if isinstance(getattr(self, name), list):
+                object.__setattr__(self, name, tuple(getattr(self, name)))
         if self.kernels not in (None, "triton", "interpret", "xla"):
             raise ValueError(f"kernels={self.kernels!r} is none of triton, interpret, xla")
         for name, (low, high) in _SAMPLING_RANGES.items():

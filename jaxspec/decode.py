@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -22,14 +23,16 @@ from jaxspec.cache import (
     init_cache,
     write_block,
 )
-from jaxspec.drafters import Drafter, Outcome, Proposal
+from jaxspec.drafters import Auto, Drafter, Outcome, Proposal
 from jaxspec.drafters.protocol import Leaf
 from jaxspec.layout import BlockLayout
 from jaxspec.model import FlatModel, Qwen3, whole_model
+from jaxspec.record import TokenRecord, emitted_logits, init_record, step_record
 from jaxspec.sampling import (
     SamplingMode,
     SamplingParams,
     add_noise,
+    early_eos,
     prefix_counts,
     process_logits,
 )
@@ -37,7 +40,7 @@ from jaxspec.verify import verify
 from pallas_kernels.dispatch import Implementation
 
 GREEDY = SamplingMode()
-UNFINISHED, FINISHED_BY_EOS, FINISHED_BY_LENGTH = range(3)
+UNFINISHED, FINISHED_BY_EOS, FINISHED_BY_LENGTH, FINISHED_BY_STOP = range(4)
 NO_END = 2**31 - 1
 # A GPU then runs the loop as one CUDA graph and does not ask the host after every step: XLA's own
 # list, with the two that make up a loop; XLA otherwise makes no graph of fewer than 5 operations.
@@ -58,16 +61,20 @@ class Request:
     Attributes:
       prompt_length: i32[B] tokens of each prompt.
       max_new_tokens: i32[B] most tokens to emit.
+      min_new_tokens: i32[B] tokens before which no EOS is picked.
       eos_ids: i32[E] ids that end a text; unused entries hold -1.
       seed: u32[B] seed of each row's random streams.
       sampling: settings of each row.
+      step_costs: f32[A] relative time of a step of each arm of `Auto`; one 1 for other drafters.
     """
 
     prompt_length: Leaf
     max_new_tokens: Leaf
+    min_new_tokens: Leaf
     eos_ids: Leaf
     seed: Leaf
     sampling: SamplingParams
+    step_costs: Leaf
 
 
 @jax.tree_util.register_dataclass
@@ -78,9 +85,9 @@ class DecodeState:
     Attributes:
       tokens: i32[B, P] prompt and output; only the first `length` of a row are known.
       length: i32[B] known tokens; the K/V of all but the last are cached.
-      finish: i32[B], one of UNFINISHED, FINISHED_BY_EOS, FINISHED_BY_LENGTH.
+      finish: i32[B], one of UNFINISHED, FINISHED_BY_EOS, FINISHED_BY_LENGTH, FINISHED_BY_STOP.
       num_steps: i32[B] steps in which the row was unfinished.
-      accepted_by_position: i32[B, M] steps in which draft token j was accepted and emitted.
+      record: how each token came about.
       cache: the KV cache.
       drafter: the drafter's state.
     """
@@ -89,14 +96,19 @@ class DecodeState:
     length: Leaf
     finish: Leaf
     num_steps: Leaf
-    accepted_by_position: Leaf
+    record: TokenRecord
     cache: Any
     drafter: Any
 
 
-@functools.partial(jax.jit, static_argnames=("drafter",))
+@functools.partial(jax.jit, static_argnames=("drafter", "num_logprobs"))
 def init_state(
-    model: Qwen3 | FlatModel, tokens: jax.Array, request: Request, *, drafter: Drafter
+    model: Qwen3 | FlatModel,
+    tokens: jax.Array,
+    request: Request,
+    *,
+    drafter: Drafter | Auto,
+    num_logprobs: int | None = None,
 ) -> DecodeState:
     """Return the state of fresh texts, the cache empty.
 
@@ -105,6 +117,7 @@ def init_state(
       tokens: i32[B, P] prompts, padded to the capacity P of text and cache.
       request: the call's arrays.
       drafter: how drafts are made.
+      num_logprobs: alternatives to keep logits of; None = keep none, not even the token's.
     """
     model = whole_model(model)
     batch_size, capacity = tokens.shape
@@ -114,7 +127,7 @@ def init_state(
         length=request.prompt_length,
         finish=zeros,
         num_steps=zeros,
-        accepted_by_position=jnp.zeros((batch_size, drafter.layout.num_draft_tokens), jnp.int32),
+        record=init_record(batch_size, capacity, num_logprobs),
         cache=init_cache(model.config, batch_size=batch_size, capacity=capacity, dtype=model.dtype),
         drafter=drafter.init(tokens, request.prompt_length, jax.vmap(jax.random.key)(request.seed)),
     )
@@ -171,11 +184,60 @@ def decode_step(
     mode: SamplingMode = GREEDY,
 ) -> DecodeState:
     """Feed the current token and its drafts; append the tokens that the model agrees with."""
-    layout = drafter.layout
-    num_valid = model.config.num_valid_tokens
     with jax.named_scope("draft"):
         proposal = drafter.propose(state.drafter, state.tokens, state.length)
         check_proposal(proposal, drafter, state.tokens.shape[0])
+    state, outcome = feed(model, state, request, proposal, drafter.layout, kernels, mode)
+    with jax.named_scope("update"):
+        memory = drafter.update(state.drafter, outcome, state.tokens, state.length)
+    return dataclasses.replace(state, drafter=memory)
+
+
+def decode_step_of_arm(
+    model: Qwen3,
+    state: DecodeState,
+    request: Request,
+    drafter: Auto,
+    index: int,
+    kernels: Implementation | None,
+    mode: SamplingMode,
+) -> DecodeState:
+    """Run a step of one arm of `Auto`, and plan the next step."""
+    arm = drafter.arms[index]
+    with jax.named_scope("draft"):
+        proposal = drafter.propose(arm, state.drafter, state.tokens, state.length)
+    state, outcome = feed(model, state, request, proposal, arm.layout, kernels, mode, arm=index)
+    with jax.named_scope("update"):
+        memory = drafter.learn(arm, state.drafter, outcome, state.tokens, state.length)
+    return plan_step(dataclasses.replace(state, drafter=memory), request, drafter)
+
+
+def plan_step(state: DecodeState, request: Request, drafter: Auto) -> DecodeState:
+    """Let `Auto` choose the arm of the next step."""
+    with jax.named_scope("plan"):
+        is_active = state.finish == UNFINISHED
+        memory = drafter.plan(
+            state.drafter, state.tokens, state.length, request.step_costs, is_active
+        )
+    return dataclasses.replace(state, drafter=memory)
+
+
+def feed(
+    model: Qwen3,
+    state: DecodeState,
+    request: Request,
+    proposal: Proposal,
+    layout: BlockLayout,
+    kernels: Implementation | None,
+    mode: SamplingMode,
+    *,
+    arm: int = 0,
+) -> tuple[DecodeState, Outcome]:
+    """Feed a block and append the tokens that the model agrees with; the drafter's part stays.
+
+    `arm` goes into the record of the tokens.
+    """
+    num_valid = model.config.num_valid_tokens
     with jax.named_scope("forward"):
         logits, block = model(proposal.block_tokens, state.length - 1, state.cache, layout, kernels)
     with jax.named_scope("sample"):
@@ -185,10 +247,23 @@ def decode_step(
             logits, proposal, layout, scores=scores, num_valid=num_valid, implementation=kernels
         )
     with jax.named_scope("commit"):
-        state, outcome = commit(state, outcome, request, layout, block, kernels)
-    with jax.named_scope("update"):
-        memory = drafter.update(state.drafter, outcome, state.tokens, state.length)
-    return dataclasses.replace(state, drafter=memory)
+        rows = committed_rows(layout, outcome.best_candidate)
+        emitted = outcome.target_tokens
+        if rows is not None:
+            emitted = jnp.take_along_axis(emitted, rows, axis=1, mode="clip")
+        kept = None
+        if state.record.logits is not None:
+            kept = emitted_logits(
+                logits,
+                scores,
+                emitted,
+                rows,
+                layout,
+                num_top=state.record.logits.top_ids.shape[-1],
+                num_valid=num_valid,
+            )
+        fresh = step_record(emitted, outcome.num_accepted, proposal.num_draft, kept, arm=arm)
+        return commit(state, outcome, request, layout, block, emitted, fresh, kernels)
 
 
 def check_proposal(proposal: Proposal, drafter: Drafter, batch_size: int) -> None:
@@ -229,7 +304,20 @@ def sample_scores(
             layout,
             logits.shape[-1],
         )
-    scores = process_logits(logits, request.sampling, mode, num_valid=num_valid, counts=counts)
+    is_banned = None
+    if mode.has_minimum:
+        num_emitted = state.length - request.prompt_length
+        is_banned = early_eos(
+            request.eos_ids, num_emitted, request.min_new_tokens, layout, logits.shape[-1]
+        )
+    scores = process_logits(
+        logits,
+        request.sampling,
+        mode,
+        num_valid=num_valid,
+        counts=counts,
+        is_banned=is_banned,
+    )
     if mode.is_sampled:
         scores = add_noise(scores, request.sampling, request.seed, state.length, layout)
     return scores
@@ -241,6 +329,8 @@ def commit(
     request: Request,
     layout: BlockLayout,
     block: KVCache,
+    emitted: jax.Array,
+    fresh: TokenRecord,
     kernels: Implementation | None = None,
 ) -> tuple[DecodeState, Outcome]:
     """Append the agreed tokens to each text, clipped at EOS, budget and capacity.
@@ -251,6 +341,8 @@ def commit(
       request: the call's arrays.
       layout: the block's layout.
       block: the block's own K/V, per layer.
+      emitted: i32[B, W] what the best candidate's rows picked.
+      fresh: what is recorded of `emitted`, W places.
       kernels: kernel implementation, None = the best available.
 
     Returns:
@@ -258,11 +350,6 @@ def commit(
     """
     capacity = state.tokens.shape[1]
     is_active = state.finish == UNFINISHED
-    rows = committed_rows(layout, outcome.best_candidate)
-    emitted = outcome.target_tokens
-    if rows is not None:
-        emitted = jnp.take_along_axis(emitted, rows, axis=1, mode="clip")
-
     eos_end = _first_eos_end(emitted, request.eos_ids)
     budget = request.max_new_tokens - (state.length - request.prompt_length)
     room = jnp.minimum(budget, capacity - state.length)
@@ -282,8 +369,6 @@ def commit(
     )
     start = length - num_emitted
 
-    offset = jnp.arange(layout.num_draft_tokens)[None]
-    accepted = offset < jnp.minimum(outcome.num_accepted, num_emitted)[:, None]
     cache = commit_block(
         state.cache,
         block,
@@ -299,7 +384,9 @@ def commit(
         length=length,
         finish=finish,
         num_steps=num_steps,
-        accepted_by_position=state.accepted_by_position + accepted.astype(jnp.int32),
+        record=jax.tree.map(
+            lambda old, new: _append(old, start, new, num_emitted), state.record, fresh
+        ),
         cache=cache,
     )
     return new_state, dataclasses.replace(outcome, num_emitted=num_emitted)
@@ -321,13 +408,15 @@ def _first_eos_end(emitted: jax.Array, eos_ids: jax.Array) -> jax.Array:
 
 
 def _append(
-    tokens: jax.Array, length: jax.Array, emitted: jax.Array, num_emitted: jax.Array
+    values: jax.Array, length: jax.Array, new: jax.Array, num_emitted: jax.Array
 ) -> jax.Array:
-    """Return the texts with the first `num_emitted` of each row's tokens written at its end."""
-    offset = jnp.arange(tokens.shape[1])[None] - length[:, None]
+    """Return [B, P, ...] with the first `num_emitted` of each row's W new entries at its end."""
+    offset = jnp.arange(values.shape[1])[None] - length[:, None]
     is_new = (offset >= 0) & (offset < num_emitted[:, None])
-    new = jnp.take_along_axis(emitted, jnp.clip(offset, 0, emitted.shape[1] - 1), axis=1)
-    return jnp.where(is_new, new, tokens)
+    index = jnp.clip(offset, 0, new.shape[1] - 1)
+    more = (1,) * (values.ndim - 2)
+    index, is_new = index.reshape(*index.shape, *more), is_new.reshape(*is_new.shape, *more)
+    return jnp.where(is_new, jnp.take_along_axis(new, index, axis=1), values)
 
 
 @functools.partial(
@@ -342,7 +431,7 @@ def run_steps(
     request: Request,
     max_steps: jax.Array,
     *,
-    drafter: Drafter,
+    drafter: Drafter | Auto,
     kernels: Implementation | None = None,
     mode: SamplingMode = GREEDY,
 ) -> DecodeState:
@@ -358,7 +447,42 @@ def run_steps(
         is_unfinished = state.finish == UNFINISHED
         return jnp.any(is_unfinished & (state.num_steps - first_step < max_steps))
 
+    if isinstance(drafter, Auto):
+        return _run_arms(whole, state, request, drafter, kernels, mode, is_running)
+
     def body(state: DecodeState) -> DecodeState:
         return decode_step(whole, state, request, drafter, kernels, mode)
 
     return jax.lax.while_loop(is_running, body, state)
+
+
+def _run_arms(
+    model: Qwen3,
+    state: DecodeState,
+    request: Request,
+    drafter: Auto,
+    kernels: Implementation | None,
+    mode: SamplingMode,
+    is_running: Callable[[DecodeState], jax.Array],
+) -> DecodeState:
+    """Run steps of the arms that `drafter` chooses.
+
+    Each arm has a loop of its own, inside the one over all, which runs while the arm is chosen:
+    what a branch returns is copied, the cache too; what a loop carries stays in place.
+    """
+
+    def steps_of(index: int, state: DecodeState) -> DecodeState:
+        def is_chosen(state: DecodeState) -> jax.Array:
+            return is_running(state) & (state.drafter.arm[0] == index)
+
+        def body(state: DecodeState) -> DecodeState:
+            return decode_step_of_arm(model, state, request, drafter, index, kernels, mode)
+
+        return jax.lax.while_loop(is_chosen, body, state)
+
+    def body(state: DecodeState) -> DecodeState:
+        for index in range(len(drafter.arms)):
+            state = steps_of(index, state)
+        return state
+
+    return jax.lax.while_loop(is_running, body, plan_step(state, request, drafter))

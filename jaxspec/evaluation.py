@@ -20,12 +20,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxspec.cache import KVCache, init_cache
-from jaxspec.drafters import Drafter
+from jaxspec.drafters import Auto, Drafter
 from jaxspec.generation import capacity_for
 from jaxspec.layout import BlockLayout
 from jaxspec.model import Qwen3
 from jaxspec.runner import Run, Runner
-from jaxspec.stats import first_difference, first_periodic_position, settings_of
+from jaxspec.stats import first_different_index, first_periodic_position, settings_of
 from pallas_kernels import pre_norm
 
 # A ratio of speeds between these is no news.
@@ -137,7 +137,7 @@ def as_float32(model: Qwen3) -> Qwen3:
 def measure_prompt(
     runner: Runner,
     index: int,
-    drafters: Mapping[str, Drafter],
+    drafters: Mapping[str, Drafter | Auto],
     *,
     repeats: int = 3,
     wide: Qwen3 | None = None,
@@ -245,7 +245,7 @@ def _smallest_gap(runner: Runner, index: int, run: Run, model: Qwen3) -> float:
 
 
 def _difference(runner: Runner, index: int, ids: list[int], reference: list[int]) -> Row:
-    position = first_difference(ids, reference)
+    position = first_different_index(ids, reference)
     if position is None:
         return {"equal": True, "first_difference": None, "gap_at_difference": None}
     text = [*runner.prompts[index], *reference]

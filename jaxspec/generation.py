@@ -7,7 +7,7 @@ import functools
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -15,74 +15,23 @@ import numpy as np
 
 from jaxspec.config import GenerateConfig, Qwen3Config
 from jaxspec.decode import (
-    FINISHED_BY_EOS,
-    FINISHED_BY_LENGTH,
+    FINISHED_BY_STOP,
     DecodeState,
     Request,
     init_state,
     prefill,
     run_steps,
 )
-from jaxspec.drafters import Drafter, NoDraft
+from jaxspec.drafters import Auto, Drafter, NoDraft
 from jaxspec.model import FlatModel, Qwen3
+from jaxspec.result import Generation, to_host
 from jaxspec.sampling import SamplingMode, SamplingParams
+from jaxspec.step_costs import step_costs
+from jaxspec.text import StopSearch, check_stops
 
 _EOS_ROUND = 8
 _MIN_CAPACITY = 128
-_FINISH_REASONS: dict[int, Literal["eos", "length"]] = {
-    FINISHED_BY_EOS: "eos",
-    FINISHED_BY_LENGTH: "length",
-}
-
-
-@dataclasses.dataclass(frozen=True)
-class Generation:
-    """The texts of one call, on the host.
-
-    Attributes:
-      tokens: i32[B, P] prompt and output; only the first `lengths` of a row are known.
-      lengths: i32[B] known tokens.
-      prompt_lengths: i32[B] tokens of each prompt.
-      finish_reasons: per row "eos", "length", or None while it goes on.
-      num_steps: i32[B] target forwards that the row took part in.
-      accepted_by_position: i32[B, M] steps in which draft token j was accepted and emitted.
-      prefill_seconds: time of the prefill, all rows together.
-      decode_seconds: time of the decode loop so far, all rows together.
-      compile_seconds: time to trace and compile (or find compiled) the programs.
-    """
-
-    tokens: np.ndarray
-    lengths: np.ndarray
-    prompt_lengths: np.ndarray
-    finish_reasons: tuple[Literal["eos", "length"] | None, ...]
-    num_steps: np.ndarray
-    accepted_by_position: np.ndarray
-    prefill_seconds: float
-    decode_seconds: float
-    compile_seconds: float
-
-    @property
-    def token_ids(self) -> list[list[int]]:
-        """Return the emitted ids of each row, EOS included, prompt excluded."""
-        return [
-            row[start:end].tolist()
-            for row, start, end in zip(self.tokens, self.prompt_lengths, self.lengths, strict=True)
-        ]
-
-    @property
-    def num_tokens(self) -> np.ndarray:
-        """Return i32[B], emitted tokens."""
-        return self.lengths - self.prompt_lengths
-
-    @property
-    def mean_accepted_length(self) -> np.ndarray:
-        """Return f64[B], tokens emitted per target forward, the bonus token included."""
-        return self.num_tokens / np.maximum(self.num_steps, 1)
-
-    @property
-    def is_finished(self) -> bool:
-        """Return whether every row has ended."""
-        return None not in self.finish_reasons
+_STEPS_PER_STOP_SEARCH = 16
 
 
 def capacity_for(num_tokens: int) -> int:
@@ -102,7 +51,9 @@ def generate(
     model: Qwen3,
     prompts: Sequence[Sequence[int]],
     config: GenerateConfig | None = None,
-    drafter: Drafter | None = None,
+    drafter: Drafter | Auto | None = None,
+    *,
+    tokenizer: Any = None,
 ) -> Generation:
     """Continue each prompt with the tokens that plain decoding would give.
 
@@ -112,14 +63,18 @@ def generate(
       config: what to generate; None = the defaults.
       drafter: how drafts are made; None = `NoDraft()`, plain decoding. It changes the time a text
         takes, not the text.
+      tokenizer: of transformers; needed where the configuration has stop strings.
 
     Returns:
       The finished texts.
 
     Raises:
-      ValueError: a prompt is empty, holds an id outside the vocabulary, or does not fit.
+      ValueError: a prompt is empty, holds an id outside the vocabulary, or does not fit; a stop
+        string is empty, or there is no tokenizer to look for it with.
     """
-    *_, generation = stream(model, prompts, config, drafter, steps_per_chunk=None)
+    *_, generation = stream(
+        model, prompts, config, drafter, tokenizer=tokenizer, steps_per_chunk=None
+    )
     return generation
 
 
@@ -127,14 +82,16 @@ def stream(
     model: Qwen3,
     prompts: Sequence[Sequence[int]],
     config: GenerateConfig | None = None,
-    drafter: Drafter | None = None,
+    drafter: Drafter | Auto | None = None,
     *,
+    tokenizer: Any = None,
     steps_per_chunk: int | None = 16,
 ) -> Iterator[Generation]:
     """Yield the growing texts every `steps_per_chunk` steps; the last one is finished.
 
     Arguments and errors are those of `generate`, raised before the first chunk is asked for. The
-    compiled program is the same one; None runs to the end in one go.
+    compiled program is the same one; None runs to the end in one go, or with stop strings, which
+    are looked for between chunks, 16 steps at a time.
     """
     config = config or GenerateConfig()
     if drafter is None:
@@ -144,14 +101,19 @@ def stream(
     check_prompts(prompts, model.config, config)
     if steps_per_chunk is not None and steps_per_chunk < 1:
         raise ValueError(f"steps_per_chunk={steps_per_chunk} is not at least 1")
-    return _stream(model, prompts, config, drafter, steps_per_chunk)
+    if config.stop_strings and tokenizer is None:
+        raise ValueError("stop_strings need a tokenizer to look for them with")
+    if config.stop_strings and steps_per_chunk is None:
+        steps_per_chunk = _STEPS_PER_STOP_SEARCH
+    return _stream(model, prompts, config, drafter, tokenizer, steps_per_chunk)
 
 
 def _stream(
     model: Qwen3,
     prompts: Sequence[Sequence[int]],
     config: GenerateConfig,
-    drafter: Drafter,
+    drafter: Drafter | Auto,
+    tokenizer: Any,
     steps_per_chunk: int | None,
 ) -> Iterator[Generation]:
     tokens, request = make_request(model.config, prompts, config)
@@ -174,9 +136,20 @@ def _stream(
             mode=sampling_mode(config),
         )
 
-    # Zero chunks and zero steps compile the programs without running them.
     started = time.perf_counter()
-    state = init_state(flat, tokens, request, drafter=drafter)
+    if isinstance(drafter, Auto):
+        costs = step_costs(
+            flat,
+            tokens,
+            request,
+            drafter,
+            kernels=cast(Any, config.kernels),
+            mode=sampling_mode(config),
+            num_logprobs=config.num_logprobs,
+        )
+        request = dataclasses.replace(request, step_costs=jnp.asarray(costs, jnp.float32))
+    # Zero chunks and zero steps compile the programs without running them.
+    state = init_state(flat, tokens, request, drafter=drafter, num_logprobs=config.num_logprobs)
     fill = functools.partial(prefill, chunk_size=chunk_size, kernels=config.kernels)
     state = fill(flat, state, jnp.int32(0))
     jax.block_until_ready(_mark(state.length))
@@ -192,8 +165,13 @@ def _stream(
         state = run(state, num_steps)
         prefilled = chunk_started = filled.result()
     decode_seconds = 0.0
+    stops = None
+    if config.stop_strings:
+        stops = StopStrings(tokenizer, config, eos_ids_of(model.config, config), len(prompts))
     while True:
-        generation = _to_host(state, request)
+        generation = to_host(state, request, drafter)
+        if stops is not None:
+            generation, state = stops.apply(generation, state)
         decode_seconds += time.perf_counter() - chunk_started
         yield dataclasses.replace(
             generation,
@@ -244,6 +222,8 @@ def check_drafter(drafter: object) -> None:
         raise ValueError(
             f"drafter {type(drafter).__name__} is not hashable: expected a frozen dataclass"
         ) from None
+    if isinstance(drafter, Auto):
+        return
     for name in ("layout", "init", "propose", "update"):
         if not hasattr(drafter, name):
             raise ValueError(f"drafter {type(drafter).__name__} has no {name}")
@@ -255,8 +235,19 @@ def check_prompts(
     """Raise a one-line ValueError if the call cannot be run as asked, before any work."""
     if not len(prompts):
         raise ValueError("no prompts: expected at least one")
+    check_stops(config.stop_strings)
+    num_ids = model_config.num_valid_tokens or model_config.vocab_size
+    if config.num_logprobs is not None and config.num_logprobs > num_ids:
+        raise ValueError(
+            f"num_logprobs={config.num_logprobs} is more than the {num_ids} tokens that there are"
+        )
     limit = config.max_seq_len or model_config.max_position_embeddings
     for index, prompt in enumerate(prompts):
+        if not isinstance(prompt, Sequence | np.ndarray) or isinstance(prompt, str):
+            raise ValueError(
+                f"prompt {index} is {prompt!r:.40}, expected a list of token ids: prompts are a "
+                "list of such lists"
+            )
         if not len(prompt):
             raise ValueError(f"prompt {index} is empty: expected at least one token")
         for token_id in (min(prompt), max(prompt)):
@@ -288,15 +279,14 @@ def make_request(
     tokens = np.zeros((batch_size, capacity), dtype=np.int32)
     for row, prompt in zip(tokens, prompts, strict=True):
         row[: len(prompt)] = prompt
-    eos_ids = config.eos_token_ids
-    if eos_ids is None:
-        eos_ids = model_config.eos_token_ids
+    eos_ids = eos_ids_of(model_config, config)
     # Rounded up, so that a longer list of EOS ids does not compile again.
     padded_eos = np.full(-(-max(len(eos_ids), 1) // _EOS_ROUND) * _EOS_ROUND, -1, dtype=np.int32)
     padded_eos[: len(eos_ids)] = eos_ids
     return jnp.asarray(tokens), Request(
         prompt_length=jnp.asarray(lengths),
         max_new_tokens=jnp.full((batch_size,), config.max_new_tokens, jnp.int32),
+        min_new_tokens=jnp.full((batch_size,), config.min_new_tokens, jnp.int32),
         eos_ids=jnp.asarray(padded_eos),
         seed=jnp.broadcast_to(jnp.asarray(config.seed, jnp.uint32), (batch_size,)),
         sampling=SamplingParams(
@@ -308,10 +298,16 @@ def make_request(
             presence_penalty=jnp.full((batch_size,), config.presence_penalty, jnp.float32),
             frequency_penalty=jnp.full((batch_size,), config.frequency_penalty, jnp.float32),
         ),
+        step_costs=jnp.ones((1,), jnp.float32),
     )
 
 
-def with_kernels(drafter: Drafter, kernels: str | None) -> Drafter:
+def eos_ids_of(model_config: Qwen3Config, config: GenerateConfig) -> tuple[int, ...]:
+    """Return the ids that end a text."""
+    return model_config.eos_token_ids if config.eos_token_ids is None else config.eos_token_ids
+
+
+def with_kernels(drafter: Drafter | Auto, kernels: str | None) -> Drafter | Auto:
     """Return the drafter with the call's kernels where it has some and names none itself."""
     if kernels is None or getattr(drafter, "kernels", kernels) is not None:
         return drafter
@@ -329,28 +325,53 @@ def sampling_mode(config: GenerateConfig) -> SamplingMode:
         has_penalties=config.repetition_penalty != 1
         or config.presence_penalty != 0
         or config.frequency_penalty != 0,
+        has_minimum=config.min_new_tokens > 0,
     )
 
 
-def _to_host(state: DecodeState, request: Request) -> Generation:
-    tokens, lengths, prompt_lengths, finish, num_steps, accepted = jax.device_get(
-        (
-            state.tokens,
-            state.length,
-            request.prompt_length,
-            state.finish,
-            state.num_steps,
-            state.accepted_by_position,
-        )
-    )
-    return Generation(
-        tokens=tokens,
-        lengths=lengths,
-        prompt_lengths=prompt_lengths,
-        finish_reasons=tuple(_FINISH_REASONS.get(int(code)) for code in finish),
-        num_steps=num_steps,
-        accepted_by_position=accepted,
-        prefill_seconds=0.0,
-        decode_seconds=0.0,
-        compile_seconds=0.0,
-    )
+class StopStrings:
+    """Ends the rows of a batch at stop strings, which show only in the text.
+
+    Args:
+      tokenizer: turns ids into text.
+      config: has the strings.
+      eos_ids: ids that are no part of a text.
+      batch_size: B.
+    """
+
+    def __init__(
+        self, tokenizer: Any, config: GenerateConfig, eos_ids: Sequence[int], batch_size: int
+    ) -> None:
+        self._searches = [
+            StopSearch(
+                tokenizer,
+                config.stop_strings,
+                eos_ids=eos_ids,
+                min_new_tokens=config.min_new_tokens,
+            )
+            for _ in range(batch_size)
+        ]
+        self._num_seen = [0] * batch_size
+        self._num_kept: dict[int, int] = {}
+
+    def apply(self, generation: Generation, state: DecodeState) -> tuple[Generation, DecodeState]:
+        """Return the texts cut at their stop strings, and the state with those rows finished."""
+        num_stopped = len(self._num_kept)
+        for row, ids in enumerate(generation.token_ids):
+            if row not in self._num_kept:
+                num_kept = self._searches[row].push(ids[self._num_seen[row] :])
+                self._num_seen[row] = len(ids)
+                if num_kept is not None:
+                    self._num_kept[row] = num_kept
+        if not self._num_kept:
+            return generation, state
+        lengths, reasons = generation.lengths.copy(), list(generation.finish_reasons)
+        for row, num_kept in self._num_kept.items():
+            lengths[row] = generation.prompt_lengths[row] + num_kept
+            reasons[row] = "stop"
+        cut = dataclasses.replace(generation, lengths=lengths, finish_reasons=tuple(reasons))
+        if len(self._num_kept) > num_stopped:
+            rows = jnp.asarray(sorted(self._num_kept), jnp.int32)
+            finish = state.finish.at[rows].set(FINISHED_BY_STOP)
+            state = dataclasses.replace(state, finish=finish)
+        return cut, state

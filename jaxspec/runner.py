@@ -6,14 +6,14 @@ import dataclasses
 import functools
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
 
 from jaxspec.config import GenerateConfig
 from jaxspec.decode import DecodeState, Request, init_state, prefill, run_steps
-from jaxspec.drafters import Drafter, NoDraft
+from jaxspec.drafters import Auto, Drafter, NoDraft
 from jaxspec.generation import (
     capacity_for,
     check_prompts,
@@ -23,6 +23,8 @@ from jaxspec.generation import (
     with_kernels,
 )
 from jaxspec.model import FlatModel, Qwen3
+from jaxspec.result import to_host
+from jaxspec.step_costs import step_costs
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,7 +49,8 @@ class Runner:
       config: what to generate; None = the defaults.
 
     Raises:
-      ValueError: a prompt is empty, holds an id outside the vocabulary, or does not fit.
+      ValueError: a prompt is empty, holds an id outside the vocabulary, or does not fit; or the
+        configuration has stop strings or log-probabilities.
     """
 
     def __init__(
@@ -57,13 +60,15 @@ class Runner:
         self._flat = FlatModel.of(model)
         self.config = config or GenerateConfig()
         check_prompts(prompts, model.config, self.config)
+        if self.config.stop_strings or self.config.num_logprobs is not None:
+            raise ValueError("a Runner looks for no stop strings and keeps no log-probabilities")
         self.capacity = capacity_for(max(map(len, prompts)) + self.config.max_new_tokens)
         self._caches = [self._prefilled(index) for index in range(len(prompts))]
 
     def run(
         self,
         index: int,
-        drafter: Drafter,
+        drafter: Drafter | Auto,
         *,
         budget: int | None = None,
         max_steps: int | None = None,
@@ -84,6 +89,17 @@ class Runner:
             request = dataclasses.replace(request, max_new_tokens=jnp.asarray([budget], jnp.int32))
         if ignore_eos:
             request = dataclasses.replace(request, eos_ids=jnp.full_like(request.eos_ids, -1))
+        if isinstance(drafter, Auto):
+            costs = step_costs(
+                self._flat,
+                tokens,
+                request,
+                drafter,
+                kernels=cast(Any, self.config.kernels),
+                mode=sampling_mode(self.config),
+                num_logprobs=None,
+            )
+            request = dataclasses.replace(request, step_costs=jnp.asarray(costs, jnp.float32))
         state = init_state(self._flat, tokens, request, drafter=drafter)
         state = dataclasses.replace(state, cache=jax.tree.map(jnp.copy, self._caches[index]))
         steps = jnp.int32(self.config.max_new_tokens if max_steps is None else max_steps)
@@ -99,7 +115,7 @@ class Runner:
             mode=sampling_mode(self.config),
         )
         state = jax.block_until_ready(state)
-        return _to_run(state, len(self.prompts[index]), time.perf_counter() - started)
+        return _to_run(state, request, drafter, time.perf_counter() - started)
 
     def _request(self, index: int) -> tuple[jax.Array, Request]:
         tokens, request = make_request(self.model.config, [self.prompts[index]], self.config)
@@ -115,9 +131,11 @@ class Runner:
         return fill(self._flat, state, jnp.int32(num_chunks)).cache
 
 
-def _to_run(state: DecodeState, prompt_length: int, seconds: float) -> Run:
-    tokens, length, num_steps, accepted = jax.device_get(
-        (state.tokens[0], state.length[0], state.num_steps[0], state.accepted_by_position[0])
+def _to_run(state: DecodeState, request: Request, drafter: Drafter | Auto, seconds: float) -> Run:
+    generation = to_host(state, request, drafter)
+    return Run(
+        generation.token_ids[0],
+        int(generation.num_steps[0]),
+        generation.accepted_by_position[0].tolist(),
+        seconds,
     )
-    token_ids = tokens[prompt_length : int(length)].tolist()
-    return Run(token_ids, int(num_steps), accepted.tolist(), seconds)

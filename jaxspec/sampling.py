@@ -14,7 +14,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int, UInt32
+from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from jaxspec.drafters.protocol import Leaf
 from jaxspec.layout import BlockLayout
@@ -31,11 +31,13 @@ class SamplingMode:
       is_sampled: add noise; False = greedy.
       has_filters: top-k, top-p or min-p.
       has_penalties: repetition, presence or frequency penalty.
+      has_minimum: EOS ids are not picked before some number of tokens.
     """
 
     is_sampled: bool = False
     has_filters: bool = False
     has_penalties: bool = False
+    has_minimum: bool = False
 
 
 @jax.tree_util.register_dataclass
@@ -69,12 +71,13 @@ def process_logits(
     *,
     num_valid: int | None,
     counts: tuple[Int[Array, "B R V"], Int[Array, "B R V"]] | None,
+    is_banned: Bool[Array, "B R V"] | None = None,
 ) -> Float[Array, "B R V"]:
     """Return logits with penalties, temperature, top-k, top-p and min-p applied, in that order.
 
     The order and meaning are those of transformers' processors. Tokens whose logits tie at a
-    filter's threshold all stay. Tokens that a filter removes, and ids at or past `num_valid`,
-    get -inf. The best token always stays.
+    filter's threshold all stay. Tokens that a filter removes, banned ones, and ids at or past
+    `num_valid` get -inf. The best of the others always stays.
 
     Args:
       logits: float32.
@@ -82,6 +85,7 @@ def process_logits(
       mode: which of them the program has.
       num_valid: ids at or past it do not count.
       counts: with penalties, how often each id stands in the row's whole text, and in its output.
+      is_banned: tokens that may not be picked; None = all may.
     """
     if mode.has_penalties:
         assert counts is not None
@@ -89,6 +93,8 @@ def process_logits(
     if num_valid is not None and num_valid < logits.shape[-1]:
         is_valid = jnp.arange(logits.shape[-1]) < num_valid
         logits = jnp.where(is_valid[None, None], logits, -jnp.inf)
+    if is_banned is not None:
+        logits = jnp.where(is_banned, -jnp.inf, logits)
     if mode.is_sampled:
         temperature = params.temperature[:, None, None]
         logits = logits / jnp.where(temperature > 0, temperature, 1.0)
@@ -168,6 +174,30 @@ def prefix_counts(
         jnp.asarray(seen)[None], mode="drop"
     )
     return text[:, None] + drafted, output[:, None] + drafted
+
+
+def early_eos(
+    eos_ids: Int[Array, "E"],
+    num_emitted: Int[Array, "B"],
+    min_new_tokens: Int[Array, "B"],
+    layout: BlockLayout,
+    num_ids: int,
+) -> Bool[Array, "B R V"]:
+    """Return which ids would end a text among its first `min_new_tokens` tokens.
+
+    Args:
+      eos_ids: ids that end a text; entries below 0 are none.
+      num_emitted: tokens that each row has emitted before the block.
+      min_new_tokens: tokens of each row that are no EOS at least.
+      layout: says how far on each logit row stands.
+      num_ids: V.
+    """
+    depth = jnp.asarray([layout.depth[row] for row in layout.logit_rows], jnp.int32)
+    is_early = num_emitted[:, None] + depth[None] < min_new_tokens[:, None]
+    # Past the end, not -1, which would be the last id.
+    ids = jnp.where(eos_ids < 0, num_ids, eos_ids)
+    is_eos = jnp.zeros((num_ids,), jnp.bool_).at[ids].set(True, mode="drop")
+    return is_early[..., None] & is_eos[None, None]
 
 
 def _penalised(

@@ -29,7 +29,7 @@ from rich.table import Table
 import checkpoints
 from jaxspec import Drafter, GenerateConfig, NoDraft, drafters, evaluation, text
 from jaxspec.runner import Run, Runner
-from jaxspec.stats import first_difference
+from jaxspec.stats import first_different_index
 
 Row = dict[str, Any]
 SAME_WIDTH, ONE_ROW = "same width", "one row"
@@ -156,7 +156,7 @@ def compare(
     for comparison in compared:
         left, right = run(*comparison.left), run(*comparison.right)
         runner = runners[comparison.right[1]]
-        position = first_difference(left.token_ids, right.token_ids)
+        position = first_different_index(left.token_ids, right.token_ids)
         row: Row = {
             "mode": comparison.name,
             "against": comparison.against,

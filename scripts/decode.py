@@ -9,7 +9,8 @@ import dataclasses
 import json
 import re
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -57,9 +58,15 @@ DRAFTER_FLAGS = {
         "lookahead_ngram_size": "ngram_size",
         "num_candidates": "num_candidates",
     },
+    "auto": {
+        "ngram_size": "ngram_size",
+        "min_ngram_size": "min_ngram_size",
+        "match": "match",
+    },
 }
 
 
+Drafting = jaxspec.Drafter | jaxspec.Auto
 SAMPLING_FLAGS = (
     "seed",
     "temperature",
@@ -90,6 +97,23 @@ SAMPLING_FLAGS = (
 )
 @click.option("--prompt-ids", multiple=True, help="Prompt as token ids, such as 9707,11,1879.")
 @click.option("--max-new-tokens", type=click.IntRange(min=1), default=256)
+@click.option(
+    "--min-new-tokens",
+    type=click.IntRange(min=0),
+    default=0,
+    help="Tokens before which no end of text and no stop string counts.",
+)
+@click.option(
+    "--stop", multiple=True, help="String that ends a text, which is cut before it; repeatable."
+)
+@click.option("--eos-id", type=int, multiple=True, help="Ids that end a text.  [default: model's]")
+@click.option("--ignore-eos", is_flag=True, help="Go on after an end of text.")
+@click.option(
+    "--logprobs",
+    type=click.IntRange(0, 1000),
+    default=None,
+    help="Add log-probabilities of the tokens and so many alternatives to --json.",
+)
 @click.option(
     "--max-seq-len",
     type=click.IntRange(min=1),
@@ -177,16 +201,20 @@ def main(**flags: Any) -> int:
     platform = jax.default_backend()
     dtype = flags["dtype"] or ("float32" if platform == "cpu" else "bfloat16")
     model_path = checkpoints.BUNDLED_MODEL if flags["model"] is None else flags["model"]
+    config = make_config(flags)
+    started = time.perf_counter()
     model, tokenizer = checkpoints.load(model_path, dtype=dtype)
-    prompt_ids = encode_prompts(tokenizer, prompts)
-    config = jaxspec.GenerateConfig(
-        max_new_tokens=flags["max_new_tokens"],
-        max_seq_len=flags["max_seq_len"],
-        **{name: flags[name] for name in SAMPLING_FLAGS},
-        kernels=None if flags["kernels"] == "auto" else flags["kernels"],
-    )
+    load_seconds = time.perf_counter() - started
+    if config.stop_strings and tokenizer is None:
+        raise click.UsageError("--stop needs a tokenizer, which the model directory has not")
     decoder = Decoder(
-        model, tokenizer, prompt_ids, config, name=Path(model_path).resolve().name, dtype=dtype
+        model,
+        tokenizer,
+        encode_prompts(tokenizer, prompts),
+        config,
+        name=Path(model_path).resolve().name,
+        dtype=dtype,
+        load_seconds=load_seconds,
     )
     return report(decoder, flags, drafter)
 
@@ -201,19 +229,27 @@ class Decoder:
     config: jaxspec.GenerateConfig
     name: str
     dtype: str
+    load_seconds: float
+
+    @property
+    def eos_ids(self) -> tuple[int, ...]:
+        """Return the ids that end a text and are not shown."""
+        ids = self.config.eos_token_ids
+        return self.model.config.eos_token_ids if ids is None else ids
 
     def run(
-        self, spec: str, drafter: jaxspec.Drafter, *, live: bool, show_drafts: bool = False
+        self,
+        spec: str,
+        drafter: Drafting,
+        *,
+        live: bool,
+        show_drafts: bool = False,
     ) -> list[dict[str, Any]]:
         """Decode the prompts and return a report a row; `live` prints text as it comes."""
-        eos_ids = self.model.config.eos_token_ids
-        screen = terminal.LiveText(self.tokenizer, eos_ids, self.prompt_ids) if live else None
+        screen = terminal.LiveText(self.tokenizer, self.search, self.prompt_ids) if live else None
         # Which tokens were drafts is read off the counts after every single step.
         steps_per_chunk = (1 if show_drafts else 8) if screen else None
-        for generation in jaxspec.stream(
-            self.model, self.prompt_ids, self.config, drafter, steps_per_chunk=steps_per_chunk
-        ):
-            command.raise_if_interrupted()
+        for generation in self._stream(self.config, drafter, steps_per_chunk):
             if screen:
                 screen.show(generation, show_drafts=show_drafts)
         return [
@@ -223,16 +259,57 @@ class Decoder:
                 spec=spec,
                 drafter=drafter,
                 config=self.config,
-                text=text.decode(self.tokenizer, ids, eos_ids) if self.tokenizer else None,
+                text=self.text_of(ids) if self.tokenizer else None,
                 model=self.name,
                 dtype=self.dtype,
                 version=jaxspec.__version__,
+                load_seconds=self.load_seconds,
             )
             for row, ids in enumerate(generation.token_ids)
         ]
 
+    def text_of(self, ids: Sequence[int]) -> str:
+        """Return the text of emitted ids, cut before a stop string."""
+        search = self.search()
+        search.push(ids)
+        search.flush()
+        return search.text
 
-def report(decoder: Decoder, flags: dict[str, Any], drafter: jaxspec.Drafter) -> int:
+    def search(self) -> text.StopSearch:
+        """Return what turns the ids of a row into its text."""
+        return text.StopSearch(
+            self.tokenizer,
+            self.config.stop_strings,
+            eos_ids=self.eos_ids,
+            min_new_tokens=self.config.min_new_tokens,
+        )
+
+    def differences(self, drafter: Drafting) -> list[Any]:
+        """Decode with a drafter and without, keep logits, and return where each row differs."""
+        num_logprobs = max(2, self.config.num_logprobs or 0)
+        config = dataclasses.replace(self.config, num_logprobs=num_logprobs)
+        runs = [[*self._stream(config, each, None)][-1] for each in (drafter, jaxspec.NoDraft())]
+        return [jaxspec.first_difference(*runs, row) for row in range(len(self.prompt_ids))]
+
+    def _stream(
+        self,
+        config: jaxspec.GenerateConfig,
+        drafter: Drafting,
+        steps_per_chunk: int | None,
+    ) -> Iterator[jaxspec.Generation]:
+        for generation in jaxspec.stream(
+            self.model,
+            self.prompt_ids,
+            config,
+            drafter,
+            tokenizer=self.tokenizer,
+            steps_per_chunk=steps_per_chunk,
+        ):
+            command.raise_if_interrupted()
+            yield generation
+
+
+def report(decoder: Decoder, flags: dict[str, Any], drafter: Drafting) -> int:
     """Decode as the flags say, print the outcome, return the exit code."""
     spec, as_json = flags["spec"], flags["as_json"]
     live = flags["stream"] and not as_json
@@ -242,9 +319,13 @@ def report(decoder: Decoder, flags: dict[str, Any], drafter: jaxspec.Drafter) ->
         decoder.run("none", jaxspec.NoDraft(), live=False)
         timed = decoder.run(spec, drafter, live=False)
         references = decoder.run("none", jaxspec.NoDraft(), live=False)
-        for row, timed_row, reference in zip(rows, timed, references, strict=True):
+        is_equal = [
+            a["token_ids"] == b["token_ids"] for a, b in zip(timed, references, strict=True)
+        ]
+        found = [None] * len(rows) if all(is_equal) else decoder.differences(drafter)
+        for row, timed_row, reference, place in zip(rows, timed, references, found, strict=True):
             row |= timed_row | {"compile_seconds": row["compile_seconds"]}
-            row |= stats.comparison(row, reference)
+            row |= stats.comparison(row, reference, place)
     if as_json:
         for row in rows:
             click.echo(json.dumps(row, ensure_ascii=False))
@@ -254,6 +335,25 @@ def report(decoder: Decoder, flags: dict[str, Any], drafter: jaxspec.Drafter) ->
                 click.echo(row["text"] if row["text"] is not None else row["token_ids"])
         terminal.print_table(rows)
     return 0 if all(row.get("equal", True) for row in rows) else 1
+
+
+def make_config(flags: dict[str, Any]) -> jaxspec.GenerateConfig:
+    """Return what the flags ask for."""
+    if flags["ignore_eos"] and flags["eos_id"]:
+        raise click.UsageError("--ignore-eos and --eos-id contradict each other")
+    if flags["logprobs"] is not None and not flags["as_json"]:
+        click.echo("note: --logprobs shows in --json only", err=True)
+    eos_ids = () if flags["ignore_eos"] else flags["eos_id"] or None
+    return jaxspec.GenerateConfig(
+        max_new_tokens=flags["max_new_tokens"],
+        min_new_tokens=flags["min_new_tokens"],
+        max_seq_len=flags["max_seq_len"],
+        eos_token_ids=eos_ids,
+        stop_strings=flags["stop"],
+        num_logprobs=flags["logprobs"],
+        **{name: flags[name] for name in SAMPLING_FLAGS},
+        kernels=None if flags["kernels"] == "auto" else flags["kernels"],
+    )
 
 
 def read_prompts(
@@ -292,11 +392,11 @@ def encode_prompts(tokenizer: Any, prompts: Sequence[str | list[int]]) -> list[l
     return encoded
 
 
-def make_drafter(flags: dict[str, Any]) -> jaxspec.Drafter:
+def make_drafter(flags: dict[str, Any]) -> Drafting:
     """Return the drafter that the flags ask for; say which flags the mode does not read."""
     spec = flags["spec"]
     fields = DRAFTER_FLAGS.get(spec, {})
-    for name in (name for others in DRAFTER_FLAGS.values() for name in others):
+    for name in dict.fromkeys(name for others in DRAFTER_FLAGS.values() for name in others):
         if flags[name] is not None and name not in fields:
             flag = name.replace("_", "-")
             click.echo(f"note: --{flag} has no effect with --spec {spec}", err=True)

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from jaxspec.drafters.auto import Auto as Auto
 from jaxspec.drafters.lookahead import Lookahead as Lookahead
 from jaxspec.drafters.none import NoDraft as NoDraft
 from jaxspec.drafters.prompt_lookup import PromptLookup as PromptLookup
@@ -14,6 +15,7 @@ DRAFTERS: dict[str, type] = {
     "none": NoDraft,
     "promptlookup": PromptLookup,
     "lookahead": Lookahead,
+    "auto": Auto,
 }
 
 # The settings that decoded fastest, found by `scripts/benchmark.py decode --sweep`. On a CPU every
@@ -22,15 +24,17 @@ DEFAULT_SETTINGS: dict[str, dict[str, dict[str, Any]]] = {
     "cpu": {
         "promptlookup": {"num_draft_tokens": 7},
         "lookahead": {"window_size": 1, "ngram_size": 2, "num_candidates": 1},
+        "auto": {"num_draft_tokens": (3, 7)},
     },
     "gpu": {
         "promptlookup": {"num_draft_tokens": 15},
         "lookahead": {"window_size": 7, "ngram_size": 7, "num_candidates": 7},
+        "auto": {"num_draft_tokens": (7, 15), "lookahead": Lookahead(7, 5, 7)},
     },
 }
 
 
-def make_drafter(spec: str, *, platform: str, **settings: Any) -> Drafter:
+def make_drafter(spec: str, *, platform: str, **settings: Any) -> Drafter | Auto:
     """Return the drafter of a mode with the platform's default settings, some replaced.
 
     Args:

@@ -1,0 +1,177 @@
+"""What is kept of every emitted token: how it came about and, if asked for, its logits.
+
+Arrays run parallel to the text: what is known of the token at position p stands at index p. So a
+text that is cut short, at a stop string say, takes its statistics with it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from jaxspec.drafters.protocol import Leaf
+from jaxspec.layout import BlockLayout
+
+# In the place of a draft position: the model's own token, the last one of its step.
+NOT_DRAFTED = -1
+# A block has at most 4096 rows, so at most 4095 draft tokens.
+_POSITION_BITS, _DRAFTED_BITS = 13, 12
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class LogitRecord:
+    """Logits of the emitted tokens, in float32 and before any penalty, temperature or filter.
+
+    Attributes:
+      token_logit: f32[B, P] of the token itself.
+      normalizer: f32[B, P] log of the sum of exp of all logits of the place.
+      top_ids: i32[B, P, N] the best tokens, the best one first.
+      top_logits: f32[B, P, N] their logits.
+      pick_gap: f32[B, P] by how much the token won: best less second best of the scores that it
+        was picked by, penalties, filters and noise included.
+    """
+
+    token_logit: Leaf
+    normalizer: Leaf
+    top_ids: Leaf
+    top_logits: Leaf
+    pick_gap: Leaf
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class TokenRecord:
+    """How each emitted token came about; entries of the prompt mean nothing.
+
+    Attributes:
+      origin: i32[B, P] what `Origin` has, in one number: to write three would be three kernels.
+      logits: logits of the emitted tokens, None if they were not asked for.
+    """
+
+    origin: Leaf
+    logits: LogitRecord | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Origin:
+    """The step that emitted each token, on the host.
+
+    Attributes:
+      draft_position: i32 j for the accepted draft token j of a step, NOT_DRAFTED for the model's
+        own token, with which a step ends.
+      num_drafted: i32 draft tokens that were fed in the step, all candidates together.
+      arm: i32 which of several drafters made the block.
+    """
+
+    draft_position: np.ndarray
+    num_drafted: np.ndarray
+    arm: np.ndarray
+
+    @classmethod
+    def unpack(cls, origin: np.ndarray) -> Origin:
+        """Return what `origin` stands for."""
+        position = origin % (1 << _POSITION_BITS)
+        rest = origin >> _POSITION_BITS
+        return cls(position - 1, rest % (1 << _DRAFTED_BITS), rest >> _DRAFTED_BITS)
+
+
+def init_record(batch_size: int, capacity: int, num_logprobs: int | None) -> TokenRecord:
+    """Return a record of nothing; with logits of `num_logprobs` alternatives unless None."""
+    shape = (batch_size, capacity)
+
+    def zeros(*more: int, dtype: jax.typing.DTypeLike = jnp.int32) -> jax.Array:
+        return jnp.zeros((*shape, *more), dtype)
+
+    logits = None
+    if num_logprobs is not None:
+        logits = LogitRecord(
+            token_logit=zeros(dtype=jnp.float32),
+            normalizer=zeros(dtype=jnp.float32),
+            top_ids=zeros(num_logprobs),
+            top_logits=zeros(num_logprobs, dtype=jnp.float32),
+            pick_gap=zeros(dtype=jnp.float32),
+        )
+    return TokenRecord(zeros(), logits)
+
+
+def step_record(
+    emitted: Int[Array, "B W"],
+    num_accepted: Int[Array, "B"],
+    num_draft: Int[Array, "B C"],
+    logits: LogitRecord | None,
+    *,
+    arm: int = 0,
+) -> TokenRecord:
+    """Return the record, of W places, of the tokens that a step can emit.
+
+    Args:
+      emitted: what the rows of the best candidate picked.
+      num_accepted: draft tokens of it that were accepted.
+      num_draft: draft tokens of each candidate that were fed.
+      logits: what is kept of the logits.
+      arm: which of several drafters made the block, below 64.
+    """
+    offset = jnp.arange(emitted.shape[1], dtype=jnp.int32)[None]
+    position = jnp.where(offset < num_accepted[:, None], offset, NOT_DRAFTED)
+    num_drafted = jnp.sum(num_draft, axis=1, keepdims=True, dtype=jnp.int32)
+    step = (arm << _DRAFTED_BITS) + num_drafted
+    return TokenRecord((step << _POSITION_BITS) + position + 1, logits)
+
+
+def emitted_logits(
+    logits: Float[Array, "B R V"],
+    scores: Float[Array, "B R V"] | None,
+    emitted: Int[Array, "B W"],
+    rows: Int[Array, "B W"] | None,
+    layout: BlockLayout,
+    *,
+    num_top: int,
+    num_valid: int | None,
+) -> LogitRecord:
+    """Return what is to be kept of the logits of W tokens.
+
+    Args:
+      logits: of the layout's logit rows.
+      scores: what the tokens were picked by, where that is not the logits.
+      emitted: the tokens.
+      rows: rows of the block that picked them, None = all of them in order.
+      layout: the block's layout.
+      num_top: N, the best tokens to keep.
+      num_valid: ids at or past it are no alternatives.
+
+    Returns:
+      The arrays of a record, of W places instead of P.
+    """
+
+    def on_path(values: jax.Array) -> jax.Array:
+        if rows is None:
+            return values
+        index = np.zeros(layout.num_rows, np.int32)
+        index[list(layout.logit_rows)] = np.arange(len(layout.logit_rows))
+        return jnp.take_along_axis(values, jnp.asarray(index)[rows][..., None], axis=1)
+
+    logits = on_path(logits).astype(jnp.float32)
+    picked = logits if scores is None else on_path(scores)
+    best, ids = jax.lax.top_k(logits[..., :num_valid], max(num_top, 1))
+    first, second = _best_two(picked[..., :num_valid])
+    index = jnp.maximum(emitted, 0)[..., None]
+    return LogitRecord(
+        token_logit=jnp.take_along_axis(logits, index, axis=-1)[..., 0],
+        normalizer=jax.nn.logsumexp(logits, axis=-1),
+        top_ids=ids[..., :num_top],
+        top_logits=best[..., :num_top],
+        pick_gap=first - second,
+    )
+
+
+def _best_two(scores: Float[Array, "B W V"]) -> tuple[Float[Array, "B W"], Float[Array, "B W"]]:
+    """Return the largest and the second largest score, the same one twice where it stands twice."""
+    best = jnp.argmax(scores, axis=-1, keepdims=True)
+    is_best = jnp.arange(scores.shape[-1])[None, None] == best
+    first = jnp.max(scores, axis=-1)
+    return first, jnp.max(jnp.where(is_best, -jnp.inf, scores), axis=-1)
