@@ -241,7 +241,7 @@ def feed(
     with jax.named_scope("forward"):
         logits, block = model(proposal.block_tokens, state.length - 1, state.cache, layout, kernels)
     with jax.named_scope("sample"):
-        scores = sample_scores(logits, proposal, state, request, layout, mode, num_valid)
+        scores = sample_scores(logits, proposal, state, request, layout, mode, num_valid, kernels)
     with jax.named_scope("verify"):
         outcome = verify(
             logits, proposal, layout, scores=scores, num_valid=num_valid, implementation=kernels
@@ -290,6 +290,7 @@ def sample_scores(
     layout: BlockLayout,
     mode: SamplingMode,
     num_valid: int | None,
+    kernels: Implementation | None,
 ) -> jax.Array | None:
     """Return f32[B, R, V] whose argmax is the token to pick, or None where logits are that."""
     if mode == GREEDY:
@@ -317,6 +318,7 @@ def sample_scores(
         num_valid=num_valid,
         counts=counts,
         is_banned=is_banned,
+        implementation=kernels,
     )
     if mode.is_sampled:
         scores = add_noise(scores, request.sampling, request.seed, state.length, layout)

@@ -317,11 +317,12 @@ def with_kernels(drafter: Drafter | Auto, kernels: str | None) -> Drafter | Auto
 def sampling_mode(config: GenerateConfig) -> SamplingMode:
     """Return what of sampling the call's program needs."""
     is_sampled = config.temperature > 0
-    has_filters = config.top_k > 0 or config.top_p < 1 or config.min_p > 0
     return SamplingMode(
         is_sampled=is_sampled,
         # Filters keep the best token: greedy decoding does not notice them.
-        has_filters=is_sampled and has_filters,
+        has_top_k=is_sampled and config.top_k > 0,
+        has_top_p=is_sampled and config.top_p < 1,
+        has_min_p=is_sampled and config.min_p > 0,
         has_penalties=config.repetition_penalty != 1
         or config.presence_penalty != 0
         or config.frequency_penalty != 0,

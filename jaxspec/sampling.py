@@ -9,7 +9,6 @@ no sampled token, and a draft token is accepted with its own probability.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -18,9 +17,9 @@ from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from jaxspec.drafters.protocol import Leaf
 from jaxspec.layout import BlockLayout
-
-# Thresholds tried per pass of a filter's search; 32 bits take 8 passes of 4 bits.
-_BITS_PER_PASS = 4
+from pallas_kernels import top_threshold
+from pallas_kernels.dispatch import Implementation
+from pallas_kernels.top_threshold import Measure
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,13 +28,17 @@ class SamplingMode:
 
     Attributes:
       is_sampled: add noise; False = greedy.
-      has_filters: top-k, top-p or min-p.
+      has_top_k: keep the k best.
+      has_top_p: keep the best of some mass.
+      has_min_p: keep those of some share of the best one's probability.
       has_penalties: repetition, presence or frequency penalty.
       has_minimum: EOS ids are not picked before some number of tokens.
     """
 
     is_sampled: bool = False
-    has_filters: bool = False
+    has_top_k: bool = False
+    has_top_p: bool = False
+    has_min_p: bool = False
     has_penalties: bool = False
     has_minimum: bool = False
 
@@ -72,6 +75,7 @@ def process_logits(
     num_valid: int | None,
     counts: tuple[Int[Array, "B R V"], Int[Array, "B R V"]] | None,
     is_banned: Bool[Array, "B R V"] | None = None,
+    implementation: Implementation | None = None,
 ) -> Float[Array, "B R V"]:
     """Return logits with penalties, temperature, top-k, top-p and min-p applied, in that order.
 
@@ -86,6 +90,7 @@ def process_logits(
       num_valid: ids at or past it do not count.
       counts: with penalties, how often each id stands in the row's whole text, and in its output.
       is_banned: tokens that may not be picked; None = all may.
+      implementation: kernel implementation, None = the best available.
     """
     if mode.has_penalties:
         assert counts is not None
@@ -98,10 +103,13 @@ def process_logits(
     if mode.is_sampled:
         temperature = params.temperature[:, None, None]
         logits = logits / jnp.where(temperature > 0, temperature, 1.0)
-    if mode.has_filters:
-        logits = _top_k(logits, params.top_k[:, None, None])
-        logits = _top_p(logits, params.top_p[:, None, None])
-        logits = _min_p(logits, params.min_p[:, None, None])
+    largest = jnp.max(logits, axis=-1, keepdims=True)
+    if mode.has_top_k:
+        logits = _top_k(logits, largest, params.top_k[:, None, None], implementation)
+    if mode.has_top_p:
+        logits = _top_p(logits, largest, params.top_p[:, None, None], implementation)
+    if mode.has_min_p:
+        logits = _min_p(logits, largest, params.min_p[:, None, None])
     return logits
 
 
@@ -218,57 +226,48 @@ def _penalised(
     return logits - params.presence_penalty[:, None, None] * is_present
 
 
-def _sort_key(logits: Float[Array, "B R V"]) -> Int[Array, "B R V"]:
-    """Map floats to integers of the same order."""
-    bits = jax.lax.bitcast_convert_type(logits, jnp.int32)
-    return jnp.where(bits < 0, jnp.int32(-(2**31)) - bits, bits)
+def _top_k(
+    logits: Float[Array, "B R V"],
+    largest: Float[Array, "B R 1"],
+    top_k: Int[Array, "B 1 1"],
+    implementation: Implementation | None,
+) -> Float[Array, "B R V"]:
+    threshold = _threshold(logits, largest, top_k.astype(jnp.float32), "count", implementation)
+    return jnp.where((logits >= threshold) | (top_k <= 0), logits, -jnp.inf)
 
 
-def _largest_threshold(
-    key: Int[Array, "B R V"], is_enough: Callable[[jax.Array], jax.Array]
-) -> Int[Array, "B R 1"]:
-    """Return the largest threshold whose tokens (key >= threshold) are enough.
-
-    A search over the 32 bits of the key, four at a time: a pass over the logits tells which of 15
-    thresholds still have enough. No sort, and no limit on how many tokens stay.
-
-    Args:
-      key: of every token.
-      is_enough: maps bool[B, R, 15, V], the tokens at or above each threshold, to bool[B, R, 15].
-    """
-    digit = jnp.arange(1, 2**_BITS_PER_PASS, dtype=jnp.int32)[None, None]
-    threshold = jnp.full((*key.shape[:2], 1), -(2**31), jnp.int32)
-    for shift in range(32 - _BITS_PER_PASS, -1, -_BITS_PER_PASS):
-        # Sums past 2**31 wrap around to the right threshold.
-        tried = threshold + jax.lax.shift_left(digit, jnp.full_like(digit, shift))
-        enough = is_enough(key[:, :, None] >= tried[..., None])
-        # Enough at a threshold means enough at all below it, so the digit is a count.
-        num_enough = jnp.sum(enough, axis=-1, keepdims=True, dtype=jnp.int32)
-        threshold += jax.lax.shift_left(num_enough, jnp.full_like(num_enough, shift))
-    return threshold
-
-
-def _top_k(logits: Float[Array, "B R V"], top_k: Int[Array, "B 1 1"]) -> Float[Array, "B R V"]:
-    key = _sort_key(logits)
-    threshold = _largest_threshold(
-        key, lambda is_kept: jnp.sum(is_kept, axis=-1, dtype=jnp.int32) >= top_k
-    )
-    return jnp.where((key >= threshold) | (top_k <= 0), logits, -jnp.inf)
-
-
-def _top_p(logits: Float[Array, "B R V"], top_p: Float[Array, "B 1 1"]) -> Float[Array, "B R V"]:
+def _top_p(
+    logits: Float[Array, "B R V"],
+    largest: Float[Array, "B R 1"],
+    top_p: Float[Array, "B 1 1"],
+    implementation: Implementation | None,
+) -> Float[Array, "B R V"]:
     """Keep the most probable tokens whose mass first reaches `top_p`."""
-    key = _sort_key(logits)
-    probability = jax.nn.softmax(logits, axis=-1)[:, :, None]
-    threshold = _largest_threshold(
-        key, lambda is_kept: jnp.sum(jnp.where(is_kept, probability, 0.0), axis=-1) >= top_p
-    )
-    is_best = logits == jnp.max(logits, axis=-1, keepdims=True)
-    return jnp.where((key >= threshold) | is_best | (top_p >= 1), logits, -jnp.inf)
-
-
-def _min_p(logits: Float[Array, "B R V"], min_p: Float[Array, "B 1 1"]) -> Float[Array, "B R V"]:
-    """Keep tokens at least `min_p` times as probable as the best one."""
-    best = jnp.max(logits, axis=-1, keepdims=True)
-    is_kept = (logits >= best + jnp.log(jnp.maximum(min_p, 1e-30))) | (min_p <= 0)
+    threshold = _threshold(logits, largest, top_p, "mass", implementation)
+    is_kept = (logits >= threshold) | (logits == largest) | (top_p >= 1)
     return jnp.where(is_kept, logits, -jnp.inf)
+
+
+def _min_p(
+    logits: Float[Array, "B R V"], largest: Float[Array, "B R 1"], min_p: Float[Array, "B 1 1"]
+) -> Float[Array, "B R V"]:
+    """Keep tokens at least `min_p` times as probable as the best one."""
+    is_kept = (logits >= largest + jnp.log(jnp.maximum(min_p, 1e-30))) | (min_p <= 0)
+    return jnp.where(is_kept, logits, -jnp.inf)
+
+
+def _threshold(
+    logits: Float[Array, "B R V"],
+    largest: Float[Array, "B R 1"],
+    least: Float[Array, "B 1 1"],
+    measure: Measure,
+    implementation: Implementation | None,
+) -> Float[Array, "B R 1"]:
+    threshold = top_threshold(
+        logits.reshape(-1, logits.shape[-1]),
+        jnp.broadcast_to(least, largest.shape).reshape(-1),
+        measure=measure,
+        largest=largest.reshape(-1),
+        implementation=implementation,
+    )
+    return threshold.reshape(largest.shape)

@@ -25,6 +25,7 @@ from pallas_kernels.linear import rms_linear as rms_linear
 from pallas_kernels.linear import rms_swiglu as rms_swiglu
 from pallas_kernels.ngram_pool import insert_ngrams as insert_ngrams
 from pallas_kernels.ngram_pool import lookup_ngrams as lookup_ngrams
+from pallas_kernels.top_threshold import top_threshold as top_threshold
 from pallas_kernels.verify_greedy import verify_greedy as verify_greedy
 from pallas_kernels.write_rows import write_rows as write_rows
 
@@ -41,6 +42,7 @@ __all__ = [
     "pre_norm",
     "rms_linear",
     "rms_swiglu",
+    "top_threshold",
     "verify_greedy",
     "write_rows",
 ]

@@ -18,7 +18,7 @@ from reporting import machine, report
 from rich.table import Table
 
 import checkpoints
-from jaxspec import Drafter, GenerateConfig, drafters, evaluation, text, tuning
+from jaxspec import Auto, Drafter, GenerateConfig, drafters, evaluation, text, tuning
 from jaxspec.evaluation import Prompt, Row
 from jaxspec.runner import Runner
 
@@ -85,12 +85,12 @@ FIELDS = {
 }
 
 
-def make_drafters(flags: dict[str, Any]) -> dict[str, Drafter]:
+def make_drafters(flags: dict[str, Any]) -> dict[str, Drafter | Auto]:
     """Return the drafters to compare by mode, "none" first."""
     for spec in FIELDS:
         if flags.get(spec) is not None and spec not in flags["specs"]:
             click.echo(f"note: --{spec} has no effect without --spec {spec}", err=True)
-    result = {}
+    result: dict[str, Drafter | Auto] = {}
     for spec in dict.fromkeys(("none", *flags["specs"])):
         settings = {}
         if flags.get(spec) is not None:
@@ -111,7 +111,7 @@ class Benchmark:
         self,
         runner: Runner,
         prompts: Sequence[Prompt],
-        drafters: dict[str, Drafter],
+        drafters: dict[str, Drafter | Auto],
         *,
         say: Callable[[Row], None],
         is_over: Callable[[], bool],
@@ -238,7 +238,7 @@ def _cells(row: Row) -> list[str]:
     ]
 
 
-def print_costs(costs: Sequence[Row], drafters: dict[str, Drafter]) -> None:
+def print_costs(costs: Sequence[Row], drafters: dict[str, Drafter | Auto]) -> None:
     """Print the time of a step by its rows, and what each drafter must accept to break even."""
     table = _table("rows/step", "ms", "tokens/step to break even")
     for row in costs:

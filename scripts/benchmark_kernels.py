@@ -34,6 +34,10 @@ SWEEPS: dict[str, list[dict[str, Any]]] = {
     "verify_greedy": [
         dict(tile=t, num_warps=w) for t, w in product((1024, 2048, 4096, 8192), (1, 2, 4, 8, 16))
     ],
+    "top_threshold": [
+        dict(block=b, tile=t, bits=n, num_warps=w)
+        for b, t, n, w in product((2048, 4096, 8192), (64, 128, 256), (3, 4, 5), (2, 4, 8))
+    ],
     "block_attention": [
         dict(row_tile=r, key_tile=k, num_warps=w, num_stages=s)
         for r, k, w, s in product((16, 32, 64, 128), (32, 64, 128), (4, 8), (1, 2, 3))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import importlib.util
 import os
@@ -22,13 +23,24 @@ from rates import measure_copy_rate, measure_product_rate, measure_read_rate
 from reporting import machine, report
 from shapes import SHAPES, config_of, key_value_bytes, random_model, weight_bytes
 from step_bench import Bench, Program
-from step_measures import measure_overhead, measure_step, profile_step
+from step_measures import measure_added, measure_overhead, measure_step, profile_step
 
-from jaxspec import Drafter, Lookahead, NoDraft, PromptLookup
+from jaxspec import Drafter, GenerateConfig, Lookahead, NoDraft, PromptLookup
+from jaxspec.drafters import make_drafter
 
 Row = dict[str, Any]
 POSITIVE = click.IntRange(min=1)
 ROWS = "1,8,16,56,64,84,120,128"
+# The first is what Qwen3's card recommends in thinking mode.
+SAMPLING_SETTINGS: tuple[Row, ...] = (
+    {"temperature": 0.6, "top_k": 20, "top_p": 0.95},
+    {"temperature": 0.6},
+    {"temperature": 0.6, "top_k": 20},
+    {"temperature": 0.6, "top_p": 0.95},
+    {"temperature": 0.6, "min_p": 0.05},
+    {"repetition_penalty": 1.1, "presence_penalty": 0.5},
+    {"num_logprobs": 5},
+)
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"], "show_default": True})
@@ -53,6 +65,10 @@ ROWS = "1,8,16,56,64,84,120,128"
     help="Also list kernels by device time: of a step; with --ttft of prefill.",
 )
 @click.option("--overhead", is_flag=True, help="Also time the drafters' loops less the forward.")
+@click.option(
+    "--sampling", is_flag=True, help="Also time what sampling settings add to promptlookup's step."
+)
+@click.option("--auto", is_flag=True, help="Also time the steps that auto chooses among.")
 @click.option("--compile", "is_cold", is_flag=True, help="Also compile cold: no cache is used.")
 @click.option("--ttft", is_flag=True, help="Also time prefill and first step of a prompt.")
 @click.option("--prompt-tokens", type=POSITIVE, default=4096, help="Of the prompt of --ttft.")
@@ -208,6 +224,10 @@ class StepBenchmark:
             drafters = [PromptLookup(7), Lookahead(7, 5, 7)]
             self.measure_loops(bench, label, drafters, self.measure_drafter)
         for kernels in self.flags["kernels"]:
+            if self.flags["sampling"]:
+                self.measure_sampling(bench, label | {"kernels": kernels or "default"}, kernels)
+            if self.flags["auto"]:
+                self.measure_arms(bench, label | {"kernels": kernels or "default"}, kernels)
             self.measure_prefill(bench, label | {"kernels": kernels or "default"}, kernels)
 
     def measure_loops(
@@ -279,6 +299,50 @@ class StepBenchmark:
         name = {"measure": "overhead"} | label
         options = {"num_steps": self.flags["steps"], "num_runs": self.flags["runs"]}
         self.measure(name, measure_overhead, bench, program, **options)
+
+    def measure_sampling(self, bench: Bench, label: Row, kernels: str | None) -> None:
+        """Report what settings of sampling, and log-probabilities, add to a step of 8 rows."""
+        drafter = PromptLookup(7)
+        label = {"measure": "sampling", "rows": drafter.layout.num_rows} | label
+        plain = self.attempt(label, lambda: bench.compile(drafter, kernels))
+        for settings in SAMPLING_SETTINGS if plain is not None else ():
+            config = GenerateConfig(**settings)
+            name = label | {"settings": " ".join(f"{key} {settings[key]}" for key in settings)}
+            self.measure_against(name, bench, drafter, kernels, plain, config)
+
+    def measure_arms(self, bench: Bench, label: Row, kernels: str | None) -> None:
+        """Report the steps that `Auto` chooses among, beside those of plain decoding."""
+        drafter = make_drafter("auto", platform=jax.default_backend())
+        label = {"measure": "auto"} | label
+        plain = self.attempt(label, lambda: bench.compile(NoDraft(), kernels))
+        chosen = self.attempt(label, lambda: bench.compile(drafter, kernels))
+        if plain is None or chosen is None:
+            return
+        for index, arm in enumerate(drafter.arms):
+            costs = jnp.full(len(drafter.arms), 1e6).at[index].set(1e-6)
+            forced = dataclasses.replace(
+                chosen, request=dataclasses.replace(chosen.request, step_costs=costs)
+            )
+            options = {"num_steps": self.flags["steps"], "num_runs": self.flags["runs"]}
+            self.measure(
+                label | {"rows": arm.layout.num_rows, "compile_seconds": chosen.compile_seconds},
+                measure_added, bench, forced, plain, **options,
+            )  # fmt: skip
+
+    def measure_against(
+        self,
+        label: Row,
+        bench: Bench,
+        drafter: Drafter,
+        kernels: str | None,
+        plain: Program,
+        config: GenerateConfig,
+    ) -> None:
+        """Report what a configuration adds to the step of a program."""
+        program = self.attempt(label, lambda: bench.compile(drafter, kernels, config))
+        if program is not None:
+            options = {"num_steps": self.flags["steps"], "num_runs": self.flags["runs"]}
+            self.measure(label, measure_added, bench, program, plain, **options)
 
     def measure_prefill(self, bench: Bench, label: Row, kernels: str | None) -> None:
         """Report compilation of the prefill, and the time to the first token."""

@@ -22,6 +22,7 @@ FOLDERS = {
     "argmax": "argmax",
     "argmax_partial": "argmax",
     "verify_greedy": "verify_greedy",
+    "top_threshold": "top_threshold",
     "rms_linear": "linear",
     "rms_swiglu": "linear",
     "linear_residual": "linear",

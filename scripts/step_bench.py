@@ -12,19 +12,21 @@ import jax.numpy as jnp
 import numpy as np
 from shapes import random_array
 
-from jaxspec import Drafter, GenerateConfig, Qwen3
+from jaxspec import Auto, Drafter, GenerateConfig, Qwen3
 from jaxspec.cache import KVCache
 from jaxspec.decode import DecodeState, Request, init_state, run_steps
-from jaxspec.generation import make_request, with_kernels
+from jaxspec.generation import make_request, sampling_mode, with_kernels
 from jaxspec.model import FlatModel
 
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """The compiled loop of one drafter, and the seconds that it took to get it."""
+    """The compiled loop of one drafter, its request, and the seconds that it took to get it."""
 
-    drafter: Drafter
+    drafter: Drafter | Auto
     kernels: str | None
+    request: Request
+    num_logprobs: int | None
     run: Callable[[FlatModel, DecodeState, Request, jax.Array], DecodeState]
     lower_seconds: float
     compile_seconds: float
@@ -55,30 +57,50 @@ class Bench:
         self.text = np.pad(text, ((0, 0), (0, capacity - length)))
         self._cache: KVCache | None = None
 
-    def compile(self, drafter: Drafter, kernels: str | None) -> Program:
-        """Compile the loop for a drafter."""
-        drafter = with_kernels(drafter, kernels)
-        state = self.abstract_state(drafter)
+    def compile(
+        self, drafter: Drafter | Auto, kernels: str | None, config: GenerateConfig | None = None
+    ) -> Program:
+        """Compile the loop for a drafter, and the sampling of a configuration if there is one."""
+        drafter, request = with_kernels(drafter, kernels), self.request
+        config = config or GenerateConfig()
+        sampling = make_request(self.model.config, [[0]] * self.batch_size, config)[1].sampling
+        request = dataclasses.replace(request, sampling=sampling)
+        if isinstance(drafter, Auto):
+            request = dataclasses.replace(request, step_costs=jnp.ones(len(drafter.arms)))
+        state = self.abstract_state(drafter, config.num_logprobs)
         num_steps = jax.ShapeDtypeStruct((), jnp.int32)
         started = time.perf_counter()
         lowered = run_steps.lower(
-            self.flat, state, self.request, num_steps, drafter=drafter, kernels=kernels
+            self.flat,
+            state,
+            request,
+            num_steps,
+            drafter=drafter,
+            kernels=kernels,
+            mode=sampling_mode(config),
         )
         lowered_at = time.perf_counter()
         compiled = lowered.compile()
-        ended = time.perf_counter()
-        return Program(drafter, kernels, compiled, lowered_at - started, ended - lowered_at)
+        times = (lowered_at - started, time.perf_counter() - lowered_at)
+        return Program(drafter, kernels, request, config.num_logprobs, compiled, *times)
 
-    def abstract_state(self, drafter: Drafter) -> DecodeState:
+    def abstract_state(
+        self, drafter: Drafter | Auto, num_logprobs: int | None = None
+    ) -> DecodeState:
         """Return shapes and dtypes of the state."""
         tokens = jax.ShapeDtypeStruct(self.text.shape, jnp.int32)
-        begin = functools.partial(init_state, drafter=drafter)
+        begin = functools.partial(init_state, drafter=drafter, num_logprobs=num_logprobs)
         return jax.eval_shape(begin, self.flat, tokens, self.request)
 
-    def start(self, drafter: Drafter) -> DecodeState:
+    def start(self, program: Program) -> DecodeState:
         """Return the state of texts of the bench's length, the live slots of the cache random."""
-        tokens = jnp.asarray(self.text)
-        state = init_state(self.flat, tokens, self.request, drafter=drafter)
+        state = init_state(
+            self.flat,
+            jnp.asarray(self.text),
+            self.request,
+            drafter=program.drafter,
+            num_logprobs=program.num_logprobs,
+        )
         cache, self._cache = self._cache, None
         if cache is None:
             key, num_live = jax.random.key(1), jnp.int32(self.length - 1)
@@ -111,7 +133,7 @@ class Bench:
         state = self.rewind(state)
         steps = jax.block_until_ready(jnp.int32(num_steps))
         started = time.perf_counter()
-        state = jax.block_until_ready(program.run(self.flat, state, self.request, steps))
+        state = jax.block_until_ready(program.run(self.flat, state, program.request, steps))
         return state, time.perf_counter() - started
 
 

@@ -27,7 +27,7 @@ def measure_step(bench: Bench, program: Program, *, num_steps: int, num_runs: in
     `call_ms` is the time of a call of no steps: dispatch, of which a step's time holds its share,
     and `ms_less_call` the step without it.
     """
-    state = bench.start(program.drafter)
+    state = bench.start(program)
     state, _ = bench.run(program, state, num_steps)
     times, idle, lengths = [], [], []
     for _ in range(num_runs):
@@ -105,7 +105,7 @@ def measure_overhead(bench: Bench, program: Program, *, num_steps: int, num_runs
 
     The text of the forward grows as fast as the loop's, so that both see as much of the cache.
     """
-    state = bench.start(program.drafter)
+    state = bench.start(program)
     state, _ = bench.run(program, state, num_steps)
     growth = float((state.length - bench.length).mean()) / int(state.num_steps.max())
     layout = program.drafter.layout
@@ -148,13 +148,13 @@ def profile_step(bench: Bench, program: Program, *, num_steps: int) -> Row:
     Raises:
       RuntimeError: the profiler saw no kernel of a GPU.
     """
-    state = bench.start(program.drafter)
+    state = bench.start(program)
     state, _ = bench.run(program, state, num_steps)
     state, one = bench.rewind(state), jax.block_until_ready(jnp.int32(1))
     with device_time.trace() as found:
         # A step a call: of a loop that is one CUDA graph the profiler sees only the first step.
         for _ in range(num_steps):
-            state = program.run(bench.flat, state, bench.request, one)
+            state = program.run(bench.flat, state, program.request, one)
         jax.block_until_ready(state)
     taken = int(state.num_steps.max())
     bench.keep(state)
@@ -162,3 +162,30 @@ def profile_step(bench: Bench, program: Program, *, num_steps: int) -> Row:
         raise RuntimeError("the profiler saw no kernel of a GPU")
     total, kernels = device_time.kernel_table(found, taken)
     return total | {"steps": taken, "num_names": len(kernels), "kernel_rows": kernels[:40]}
+
+
+def measure_added(
+    bench: Bench, program: Program, plain: Program, *, num_steps: int, num_runs: int
+) -> Row:
+    """Time a loop and another one in turns, and what a step of the first takes longer."""
+    times: dict[str, list[float]] = {"ms": [], "plain_ms": []}
+    for run in range(-1, num_runs):
+        for name, each in (("ms", program), ("plain_ms", plain)):
+            # Their states differ; the cache goes from one to the other.
+            state = bench.start(each)
+            state, seconds = bench.run(each, state, num_steps)
+            if run >= 0:
+                times[name].append(seconds / int(state.num_steps.max()) * 1e3)
+            bench.keep(state)
+    row: Row = {name: statistics.median(column) for name, column in times.items()}
+    differences = [(a - b) * 1e3 for a, b in zip(*times.values(), strict=True)]
+    return row | {
+        "ms_min": min(times["ms"]),
+        "ms_max": max(times["ms"]),
+        "added_us": statistics.median(differences),
+        "added_us_min": min(differences),
+        "added_us_max": max(differences),
+        "ratio": row["ms"] / row["plain_ms"],
+        "steps": num_steps,
+        "runs": num_runs,
+    }

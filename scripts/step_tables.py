@@ -27,6 +27,14 @@ _COLUMNS: dict[str, Sequence[tuple[str, str, str]]] = {
         *_NAME, ("drafter", "drafter", ""), *_PLACE, *_MS, ("forward", "forward_ms", ".3f"),
         ("overhead us", "overhead_us", ".1f"), ("tokens/step", "mean_accepted_length", ".2f"),
     ),
+    "sampling": (
+        *_NAME, ("settings", "settings", ""), ("kernels", "kernels", ""), *_MS,
+        ("greedy", "plain_ms", ".3f"), ("added us", "added_us", ".1f"), ("ratio", "ratio", ".3f"),
+    ),
+    "auto": (
+        *_NAME, *_PLACE, *_MS, ("none", "plain_ms", ".3f"), ("added us", "added_us", ".1f"),
+        ("ratio", "ratio", ".3f"), ("compile s", "compile_seconds", ".1f"),
+    ),
     "compile": (
         *_NAME, ("drafter", "drafter", ""), ("kernels", "kernels", ""), ("program", "program", ""),
         ("lower s", "lower_seconds", ".2f"), ("compile s", "compile_seconds", ".2f"),
@@ -64,7 +72,7 @@ def rounded(value: Any) -> Any:
 
 def name_of(row: Row) -> str:
     """Return which measurement a row is of, in a few words."""
-    names = ("measure", "shape", "rows", "drafter", "peer", "program", "kernels")
+    names = ("measure", "shape", "rows", "settings", "drafter", "peer", "program", "kernels")
     return " ".join(str(row[name]) for name in names if row.get(name) is not None)
 
 

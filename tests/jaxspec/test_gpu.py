@@ -6,10 +6,11 @@ import re
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from flax import nnx
 
-from jaxspec import GenerateConfig, Lookahead, NoDraft, PromptLookup, Qwen3, generate
+from jaxspec import Auto, GenerateConfig, Lookahead, NoDraft, PromptLookup, Qwen3, generate
 from jaxspec.decode import init_state, prefill, run_steps
 from jaxspec.drafters import make_drafter
 from jaxspec.generation import make_request
@@ -21,7 +22,9 @@ DRAFTERS = [
     PromptLookup(num_draft_tokens=7),
     Lookahead(7, 5, 7),
     Lookahead(1, 2, 1),
+    Auto((7, 15), Lookahead(7, 5, 7), step_costs=(1.0, 1.02, 1.05, 1.2)),
 ]
+SAMPLED = {"temperature": 0.8, "top_k": 40, "top_p": 0.95, "repetition_penalty": 1.1}
 
 
 def gpu_model() -> Qwen3:
@@ -59,9 +62,9 @@ def test_the_loop_runs_the_triton_kernels(compiled):
         "_verify_greedy_kernel",
         "_write_rows_kernel",
     ]
-    if isinstance(drafter, PromptLookup):
+    if isinstance(drafter, PromptLookup | Auto):
         names.append("_find_ngram")
-    if isinstance(drafter, Lookahead):
+    if isinstance(drafter, Lookahead | Auto):
         names += ["_lookup_ngrams_kernel", "_insert_ngrams_kernel"]
     for name in names:
         assert name in hlo
@@ -106,6 +109,17 @@ def test_float32_tokens_are_those_of_plain_decoding(drafter, lengths):
     for kernels in (None, "xla"):
         config = GenerateConfig(max_new_tokens=64, kernels=kernels)
         assert generate(model, prompts, config, drafter).token_ids == expected.token_ids
+
+
+@pytest.mark.parametrize("drafter", [DRAFTERS[0], DRAFTERS[1], DRAFTERS[-1]], ids=str)
+def test_float32_sampled_tokens_are_those_of_plain_decoding(drafter):
+    model, prompts = gpu_model(), random_prompts((1, 40, 17))
+    config = GenerateConfig(max_new_tokens=64, seed=(1, 2, 3), num_logprobs=2, **SAMPLED)
+    expected = generate(model, prompts, config)
+    actual = generate(model, prompts, config, drafter)
+    assert actual.token_ids == expected.token_ids
+    for left, right in zip(actual.logprobs, expected.logprobs, strict=True):
+        np.testing.assert_allclose(left, right, atol=1e-4)
 
 
 @pytest.mark.parametrize("num_draft_tokens", [7, 15])

@@ -80,7 +80,11 @@ def test_sampling_settings_do_not_compile_again():
         ({}, GREEDY),
         ({"top_p": 0.5, "top_k": 3}, GREEDY),
         ({"temperature": 1.0}, SamplingMode(is_sampled=True)),
-        ({"temperature": 1.0, "min_p": 0.1}, SamplingMode(is_sampled=True, has_filters=True)),
+        ({"temperature": 1.0, "min_p": 0.1}, SamplingMode(is_sampled=True, has_min_p=True)),
+        (
+            {"temperature": 1.0, "top_k": 2, "top_p": 0.1},
+            SamplingMode(is_sampled=True, has_top_k=True, has_top_p=True),
+        ),
         ({"repetition_penalty": 1.1}, SamplingMode(has_penalties=True)),
     ],
 )
@@ -96,7 +100,7 @@ def test_filters_are_those_of_transformers(top_k, top_p):
 
     logits = np.random.default_rng(0).normal(size=(2, 3, 97)).astype(np.float32) * 3
     settings = {"temperature": 0.7, "top_k": top_k, "top_p": top_p, "min_p": 0.02}
-    mode = SamplingMode(is_sampled=True, has_filters=True)
+    mode = SamplingMode(is_sampled=True, has_top_k=True, has_top_p=True, has_min_p=True)
     ours = np.asarray(process(logits, params(2, **settings), mode, num_valid=None, counts=None))
     expected = torch.from_numpy(logits.reshape(6, 97))
     warpers = [theirs.TemperatureLogitsWarper(0.7)]
@@ -117,7 +121,7 @@ def test_extreme_logits_survive_the_filters():
     logits[0, 2] = [-3e38, 3e38, 0, -0.0, 1e-40, -1e-40, 5, 5, -5]
     logits[0, 3, :2] = 7.0
     logits[0, 4] = np.arange(9)
-    mode = SamplingMode(is_sampled=True, has_filters=True)
+    mode = SamplingMode(is_sampled=True, has_top_k=True, has_top_p=True, has_min_p=True)
     settings = {"temperature": 1.0, "top_k": 2, "top_p": 0.8}
     ours = np.isfinite(process(logits, params(1, **settings), mode, num_valid=None, counts=None))[0]
     assert ours[0].tolist() == [i == 3 for i in range(9)]
@@ -181,7 +185,7 @@ TABLE = np.log(
 
 def chain_law(temperature: float, top_k: int, top_p: float) -> np.ndarray:
     """Return P[i, j] = probability of token j after token i."""
-    mode = SamplingMode(is_sampled=True, has_filters=top_k > 0 or top_p < 1)
+    mode = SamplingMode(is_sampled=True, has_top_k=top_k > 0, has_top_p=top_p < 1)
     settings = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
     logits = process(TABLE[None], params(1, **settings), mode, num_valid=None, counts=None)
     return np.asarray(jax.nn.softmax(logits[0].astype(jnp.float32), axis=-1), np.float64)

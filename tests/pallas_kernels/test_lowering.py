@@ -18,12 +18,14 @@ from pallas_kernels import (
     find_ngram,
     pre_norm,
     rms_linear,
+    top_threshold,
     verify_greedy,
 )
 from pallas_kernels.argmax import cases as argmax_cases
 from pallas_kernels.attention import cases as attention_cases
 from pallas_kernels.find_ngram import cases as find_ngram_cases
 from pallas_kernels.linear import cases as linear_cases
+from pallas_kernels.top_threshold import cases as top_threshold_cases
 from pallas_kernels.verify_greedy import cases as verify_greedy_cases
 
 OPS = [
@@ -32,6 +34,7 @@ OPS = [
         (find_ngram, find_ngram_cases.CASES),
         (argmax, argmax_cases.CASES),
         (verify_greedy, verify_greedy_cases.CASES),
+        (top_threshold, top_threshold_cases.CASES),
         (block_attention, attention_cases.CASES),
     )
     for case in cases
@@ -60,6 +63,8 @@ def expected_kernels(op, case):
         is_prefill = case.num_rows > 128 and not case.num_candidates
         attention = "_prefill_kernel" if is_prefill else "_wide_attention_kernel"
         return ["_split_qkv_kernel", attention] if is_long else ["_attention_kernel"]
+    if op is top_threshold:
+        return ["_pass_kernel"] * 8
     if op is verify_greedy:
         return ["_verify_greedy_kernel"]
     kinds = {"rms_swiglu": "swiglu", "linear_residual": "residual"}

@@ -104,6 +104,22 @@ def test_everything_else(run):
     assert not of(rows, "step") and "overhead us" in out
 
 
+def test_what_sampling_adds_and_what_auto_chooses_among(run, monkeypatch):
+    settings = ({"temperature": 0.6, "top_k": 20}, {"num_logprobs": 5})
+    monkeypatch.setattr(benchmark_step, "SAMPLING_SETTINGS", settings)
+    code, rows, out, err = run("--no-step", "--sampling", "--auto")
+    assert (code, err) == (0, "")
+    added, arms = of(rows, "sampling"), of(rows, "auto")
+    assert [(row["settings"], row["rows"]) for row in added] == [
+        ("temperature 0.6 top_k 20", 8), ("num_logprobs 5", 8)
+    ]  # fmt: skip
+    assert [row["rows"] for row in arms] == [1, 4, 8]
+    for row in added + arms:
+        assert row["ratio"] == pytest.approx(row["ms"] / row["plain_ms"], 1e-3)
+        assert row["added_us_min"] <= row["added_us"] <= row["added_us_max"]
+    assert "added us" in out
+
+
 def test_cold_compilation_and_the_profile(run, monkeypatch):
     found = [Event("gemm", "dot", 10.0 * i, 6.0) for i in range(8)]
     found += [Event("copy", "", 10.0 * i + 5, 2.0) for i in range(8)]
@@ -232,7 +248,7 @@ def test_the_bytes_of_a_model(model):
 def test_the_forward_stays_in_the_loop(model):
     bench = Bench(model, batch_size=1, capacity=128, length=40)
     layout = PromptLookup(7).layout
-    state = bench.start(NoDraft())
+    state = bench.start(bench.compile(NoDraft(), "xla"))
     arguments = (model, state.cache, jnp.zeros((1, 8), jnp.int32), jnp.full((1,), 39, jnp.int32))
     lowered = step_measures.forward_loop.lower(
         *arguments, jnp.float32(1), jnp.int32(4), layout=layout, kernels="xla"
