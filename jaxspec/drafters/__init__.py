@@ -29,7 +29,7 @@ DEFAULT_SETTINGS: dict[str, dict[str, dict[str, Any]]] = {
     "gpu": {
         "promptlookup": {"num_draft_tokens": 15},
         "lookahead": {"window_size": 7, "ngram_size": 7, "num_candidates": 7},
-        "auto": {"num_draft_tokens": (7, 15), "lookahead": Lookahead(7, 5, 7)},
+        "auto": {"num_draft_tokens": (7, 15)},
     },
 }
 

@@ -132,7 +132,7 @@ class Auto:
     ) -> Proposal:
         """Return the block of an arm; that of a lookup is part of the widest one's."""
         if isinstance(arm, Lookahead):
-            return arm.propose(cast(LookaheadState, state.lookahead), tokens, length)
+            return arm.propose(_moved(state.lookahead, tokens, length), tokens, length)
         num_draft_tokens = arm.layout.num_draft_tokens
         current = current_tokens(tokens, length)[:, None]
         return Proposal(
@@ -232,7 +232,9 @@ class Auto:
         return dataclasses.replace(
             state,
             gain=jnp.where(num_emitted > 0, gain, state.gain),
-            lookahead=arm.update(cast(LookaheadState, state.lookahead), outcome, tokens, length),
+            lookahead=arm.update(
+                _moved(state.lookahead, tokens, length - num_emitted), outcome, tokens, length
+            ),
         )
 
     def _lookup(self, num_draft_tokens: int) -> PromptLookup:
@@ -245,3 +247,12 @@ class Auto:
         if self.kernels is None or self.lookahead.kernels is not None:
             return self.lookahead
         return dataclasses.replace(self.lookahead, kernels=self.kernels)
+
+
+def _moved(
+    state: LookaheadState | tuple[()], tokens: jax.Array, length: jax.Array
+) -> LookaheadState:
+    """Return the state of lookahead at the current token, where other arms may have led."""
+    known = cast(LookaheadState, state)
+    current = current_tokens(tokens, length)
+    return dataclasses.replace(known, window=known.window.at[:, 0, 0].set(current))

@@ -16,9 +16,9 @@ from jaxtyping import Float
 from pallas_kernels.argmax.reference import key_value, sort_key
 from pallas_kernels.top_threshold.reference import LOWEST, advance, weights_of
 
-# Columns of a program, and how many of them it has in registers at once.
-BLOCK, TILE = 4096, 128
-BITS, NUM_WARPS = 4, 4
+# Columns of a program, how many of them it has in registers at once, and bits that a pass finds:
+# the fastest on an H200 at 8 rows of 151,936 among those in benchmarks/h200/top_threshold.log.
+BLOCK, TILE, BITS, NUM_WARPS = 2048, 256, 3, 4
 
 
 def _pass_kernel(

@@ -216,7 +216,9 @@ def draws(layout: BlockLayout, block: np.ndarray, settings: dict, num_draws: int
         again = jnp.asarray(TABLE)[tokens[:, :1]]
         again = process_logits(again, request, mode, num_valid=None, counts=None)
         again = add_noise(again, request, seeds, length + 1, BlockLayout.linear(1))
-        second = jnp.where(outcome.num_accepted > 0, tokens[:, 1], jnp.argmax(again[:, 0], axis=-1))
+        second = jnp.argmax(again[:, 0], axis=-1)
+        if layout.num_draft_tokens:
+            second = jnp.where(outcome.num_accepted > 0, tokens[:, 1], second)
         return jnp.stack([tokens[:, 0], second], axis=1), outcome.num_accepted
 
     size = 20_000
@@ -225,7 +227,7 @@ def draws(layout: BlockLayout, block: np.ndarray, settings: dict, num_draws: int
         for start in range(0, num_draws, size)
     ]
     accepted = np.concatenate([np.asarray(a) for _, a in results])
-    assert (accepted > 0).any()
+    assert (accepted > 0).any() == (layout.num_draft_tokens > 0)
     return np.concatenate([np.asarray(t) for t, _ in results])
 
 
@@ -253,11 +255,12 @@ CANDIDATES = BlockLayout.from_mask(
 @pytest.mark.parametrize(
     "layout, block",
     [
+        (BlockLayout.linear(1), [0]),
         (BlockLayout.linear(3), [0, 1, 3]),
         # Three candidates, two of which share their first token.
         (CANDIDATES, [0, 1, 2, 1, 3, 0, 0]),
     ],
-    ids=["one candidate", "three candidates"],
+    ids=["plain", "one candidate", "three candidates"],
 )
 def test_the_law_of_two_tokens(settings, layout, block):
     num_draws = 200_000

@@ -64,7 +64,7 @@ def expected_kernels(op, case):
         attention = "_prefill_kernel" if is_prefill else "_wide_attention_kernel"
         return ["_split_qkv_kernel", attention] if is_long else ["_attention_kernel"]
     if op is top_threshold:
-        return ["_pass_kernel"] * 8
+        return ["_pass_kernel"] * 11
     if op is verify_greedy:
         return ["_verify_greedy_kernel"]
     kinds = {"rms_swiglu": "swiglu", "linear_residual": "residual"}
