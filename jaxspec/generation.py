@@ -262,7 +262,11 @@ def check_prompts(
             )
     if isinstance(config.seed, tuple) and len(config.seed) != len(prompts):
         raise ValueError(f"{len(config.seed)} seeds for {len(prompts)} prompts")
-    for eos_id in config.eos_token_ids or ():
+    eos_ids = () if config.eos_token_ids is None else config.eos_token_ids
+    is_tuple = isinstance(eos_ids, tuple)
+    if not is_tuple or not all(isinstance(eos_id, int | np.integer) for eos_id in eos_ids):
+        raise ValueError(f"eos_token_ids={eos_ids!r} is not a tuple of token ids")
+    for eos_id in eos_ids:
         if not 0 <= eos_id < model_config.vocab_size:
             raise ValueError(
                 f"eos_token_ids holds {eos_id}, expected 0..{model_config.vocab_size - 1}"

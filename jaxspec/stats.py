@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -32,7 +33,7 @@ class Difference:
         None if the run kept no logits of two tokens.
       top2_logits: their logits.
       gap: by how much the token won, in the scores that it was picked by (the logits, if nothing
-        is sampled or penalised).
+        is sampled or penalised); None also if no other token could be picked.
       reference_top2_ids: as `top2_ids`, of the second run.
       reference_top2_logits: as `top2_logits`.
       reference_gap: as `gap`.
@@ -78,7 +79,8 @@ def _choice(generation: Generation, row: int, position: int) -> tuple[Any, Any, 
     if logits is None or logits.top_ids.shape[-1] < 2 or index >= generation.lengths[row]:
         return None, None, None
     ids, values = logits.top_ids[row, index, :2], logits.top_logits[row, index, :2]
-    return tuple(ids.tolist()), tuple(values.tolist()), float(logits.pick_gap[row, index])
+    gap = float(logits.pick_gap[row, index])
+    return tuple(ids.tolist()), tuple(values.tolist()), gap if math.isfinite(gap) else None
 
 
 def first_different_index(left: Sequence[int], right: Sequence[int]) -> int | None:

@@ -147,5 +147,7 @@ def difference_line(row: dict[str, Any]) -> str:
     for name, prefix in (("here", ""), ("plainly", "reference_")):
         ids, logits = found[f"{prefix}top2_ids"], found[f"{prefix}top2_logits"]
         best = ", ".join(f"{i} {value:.6g}" for i, value in zip(ids, logits, strict=True))
-        line += f"; two best logits {name}: {best} (gap {found[f'{prefix}gap']:.3g})"
+        gap = found[f"{prefix}gap"]
+        margin = "no other could be picked" if gap is None else f"gap {gap:.3g}"
+        line += f"; two best logits {name}: {best} ({margin})"
     return line

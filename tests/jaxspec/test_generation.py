@@ -9,6 +9,7 @@ import pytest
 
 from jaxspec import (
     BlockLayout,
+    Difference,
     GenerateConfig,
     NoDraft,
     PromptLookup,
@@ -18,7 +19,7 @@ from jaxspec import (
     stream,
 )
 from jaxspec.generation import check_drafter
-from jaxspec.stats import comparison, first_difference, first_periodic_position
+from jaxspec.stats import comparison, first_different_index, first_periodic_position
 from tests.jaxspec.models import random_model, random_prompts
 
 
@@ -122,8 +123,8 @@ def test_padding_rows_change_no_token():
     "left, right, index",
     [([1, 2], [1, 2], None), ([1, 2], [1, 3], 1), ([1], [1, 2], 1), ([], [], None), ([], [1], 0)],
 )
-def test_first_difference(left, right, index):
-    assert first_difference(left, right) == first_difference(right, left) == index
+def test_first_different_index(left, right, index):
+    assert first_different_index(left, right) == first_different_index(right, left) == index
 
 
 @pytest.mark.parametrize(
@@ -154,13 +155,10 @@ def test_comparison_names_the_first_difference():
     assert comparison(row, reference) == {
         "equal": False,
         "speedup": 1.5,
-        "first_difference": {"position": 2, "token_id": 3, "reference_token_id": 4},
+        "first_difference": dataclasses.asdict(Difference(2, 3, 4)),
     }
-    assert comparison(row | {"token_ids": [1, 2]}, reference)["first_difference"] == {
-        "position": 2,
-        "token_id": None,
-        "reference_token_id": 4,
-    }
+    shorter = comparison(row | {"token_ids": [1, 2]}, reference)
+    assert shorter["first_difference"] == dataclasses.asdict(Difference(2, None, 4))
 
 
 @dataclasses.dataclass(frozen=True)

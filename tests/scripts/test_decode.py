@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 import subprocess
@@ -11,19 +12,23 @@ from pathlib import Path
 import command
 import decode
 import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 import terminal
+from flax import nnx
 
 import checkpoints
+import jaxspec
 from jaxspec import __version__
-from tests.jaxspec.models import random_model
+from tests.jaxspec.models import _score, random_model
 from tests.tokenizers import byte_tokenizer
 
 KEYS = {
     "id", "text", "token_ids", "num_tokens", "num_steps", "mean_accepted_length",
-    "accepted_by_position", "finish_reason", "prefill_seconds", "decode_seconds",
-    "tokens_per_second", "compile_seconds", "spec", "settings", "model", "device", "dtype",
-    "version",
+    "accepted_by_position", "accepted_over_time", "num_drafted", "num_steps_by_rows",
+    "finish_reason", "prefill_seconds", "decode_seconds", "tokens_per_second", "compile_seconds",
+    "load_seconds", "spec", "settings", "model", "device", "dtype", "version",
 }  # fmt: skip
 
 
@@ -71,6 +76,11 @@ def test_json_of_both_modes_is_equal_but_for_the_steps(run):
     assert len(spec["accepted_by_position"]) == spec["settings"]["num_draft_tokens"] == 7
     assert (plain["spec"], spec["spec"]) == ("none", "promptlookup")
     assert plain["finish_reason"] == "length"
+    assert plain["num_drafted"] == 0 and plain["num_steps_by_rows"] == {"1": 40}
+    assert spec["num_drafted"] >= sum(spec["accepted_by_position"]) > 0
+    assert spec["num_steps_by_rows"] == {"8": spec["num_steps"]}
+    assert plain["accepted_over_time"] == [1.0] * 8
+    assert len(spec["accepted_over_time"]) == 8 and plain["load_seconds"] > 0
     assert plain["model"] == "random-qwen3" and plain["version"] == __version__
     assert plain["dtype"] == "float32"
 
@@ -90,7 +100,8 @@ def test_every_flag_reaches_its_setting(run):
     flags = [
         "--spec", "promptlookup", "--num-draft-tokens", 5, "--ngram-size", 4,
         "--min-ngram-size", 2, "--match", "first", "--kernels", "interpret", "--seed", 9,
-        "--max-new-tokens", 7, "--max-seq-len", 99, "--dtype", "bfloat16",
+        "--max-new-tokens", 7, "--max-seq-len", 99, "--dtype", "bfloat16", "--logprobs", 2,
+        "--min-new-tokens", 6, "--eos-id", 318, "--eos-id", 319, "--stop", "never",
     ]  # fmt: skip
     code, out, _ = run("--prompt-ids", "1,2,3", *flags, "--json")
     (row,) = objects(out)
@@ -98,7 +109,15 @@ def test_every_flag_reaches_its_setting(run):
     expected = {
         "num_draft_tokens": 5, "ngram_size": 4, "min_ngram_size": 2, "match": "first",
         "kernels": "interpret", "seed": 9, "max_new_tokens": 7, "max_seq_len": 99,
+        "num_logprobs": 2, "min_new_tokens": 6, "eos_token_ids": [318, 319],
+        "stop_strings": ["never"],
     }  # fmt: skip
+    assert set(row) == KEYS | {"logprobs", "top_logprobs"}
+    assert len(row["logprobs"]) == len(row["top_logprobs"]) == 7
+    for token_id, value, best in zip(
+        row["token_ids"], row["logprobs"], row["top_logprobs"], strict=True
+    ):
+        assert best[0] == [token_id, value] and best[0][1] >= best[1][1] and len(best) == 2
     assert expected.items() <= row["settings"].items()
     assert row["dtype"] == "bfloat16" and row["num_tokens"] == 7
     assert len(row["accepted_by_position"]) == 5
@@ -111,7 +130,16 @@ def test_text_streams_and_a_table_follows(run):
         code, out, err = run(*args, flag)
         assert code == 0 and err == ""
         assert out.startswith(row["text"])
-        assert "tokens/step" in out[len(row["text"]) :]
+        table = out[len(row["text"]) :]
+        header, cells = (
+            re.search(pattern, table).group().split()
+            for pattern in (r"prompt .*tokens/step.*", r" 0 +promptlookup.*")
+        )
+        shown = dict(zip(header, cells, strict=True))
+        assert shown["drafted"] == str(row["num_drafted"])
+        assert (shown["tokens"], shown["end"]) == ("40", "length")
+        assert shown["tokens/step"] == f"{row['mean_accepted_length']:.2f}"
+        assert table.endswith(terminal.acceptance_line(row) + "\n")
 
 
 def test_compare(run):
@@ -140,8 +168,181 @@ def test_compare_exits_with_1_where_a_token_differs(run, monkeypatch):
     (row,) = objects(out)
     assert code == 1
     assert row["equal"] is False and row["first_difference"]["position"] == 4
+    # The logits come from runs that do not differ: what the report says is not theirs.
+    assert row["first_difference"]["top2_ids"] is None
     code, out, _ = run(*args, "--compare")
     assert code == 1 and "no, from token 4" in out
+    assert f"prompt 0 differs from token 4 on: {row['token_ids'][4]}, plainly 0; " in out
+    assert "the runs do not part there" in out
+
+
+def test_compare_shows_how_near_the_choice_was(run, monkeypatch):
+    original, models = jaxspec.stream, {}
+
+    def nudged(model):
+        graph, params = nnx.split(model)
+        return nnx.merge(graph, jax.tree.map(lambda w: w * 1.1 if w.ndim > 1 else w, params))
+
+    def stream(model, prompts, config, drafter, **options):
+        """Decode plainly with another model."""
+        if isinstance(drafter, jaxspec.NoDraft):
+            model = nudged(model)
+        models[type(drafter)] = model
+        return original(model, prompts, config, drafter, **options)
+
+    monkeypatch.setattr(decode.jaxspec, "stream", stream)
+    ids = [5, 6, 7, 8, 9]
+    args = ["--prompt-ids", ",".join(map(str, ids)), "--max-new-tokens", 30, "--compare"]
+    args += ["--spec", "promptlookup"]
+    code, out, _ = run(*args, "--json")
+    (row,) = objects(out)
+    assert code == 1 and row["equal"] is False
+    found = row["first_difference"]
+    position, known = found["position"], ids + row["token_ids"][: found["position"]]
+    assert found["token_id"] == row["token_ids"][position] == found["top2_ids"][0]
+    assert found["reference_token_id"] == found["reference_top2_ids"][0] != found["token_id"]
+    line = f"prompt 0 differs from token {position} on: {found['token_id']}, plainly "
+    line += f"{found['reference_token_id']}"
+    for drafter, prefix, name in (
+        (jaxspec.PromptLookup, "", "here"),
+        (jaxspec.NoDraft, "reference_", "plainly"),
+    ):
+        num_valid = models[drafter].config.num_valid_tokens
+        logits = np.asarray(
+            _score(models[drafter], jnp.asarray([known]), jaxspec.BlockLayout.linear(len(known)))
+        )
+        logits = logits[0, -1, :num_valid]
+        best = np.argsort(-logits, kind="stable")[:2].tolist()
+        assert found[f"{prefix}top2_ids"] == best
+        np.testing.assert_allclose(found[f"{prefix}top2_logits"], logits[best], atol=1e-4)
+        gap = found[f"{prefix}gap"]
+        assert gap == pytest.approx(float(logits[best[0]] - logits[best[1]]), abs=1e-4)
+        values = found[f"{prefix}top2_logits"]
+        line += f"; two best logits {name}: {best[0]} {values[0]:.6g}, {best[1]} {values[1]:.6g}"
+        line += f" (gap {gap:.3g})"
+    code, out, _ = run(*args)
+    assert code == 1 and f"no, from token {position}" in out
+    assert out.endswith(line + "\n")
+
+
+class _Reached(ValueError):
+    """Raised with the configuration that reached the library."""
+
+
+@pytest.mark.parametrize(
+    "flags, settings",
+    [
+        ([], {}),
+        (["--ignore-eos"], {"eos_token_ids": ()}),
+        (["--eos-id", 5, "--eos-id", 7], {"eos_token_ids": (5, 7)}),
+        (["--eos-id", 0], {"eos_token_ids": (0,)}),
+        (["--stop", "\n\n", "--stop", "é"], {"stop_strings": ("\n\n", "é")}),
+        (["--min-new-tokens", 3], {"min_new_tokens": 3}),
+        (["--logprobs", 0], {"num_logprobs": 0}),
+        (["--logprobs", 5], {"num_logprobs": 5}),
+    ],
+)
+def test_a_flag_sets_its_field_and_no_other(run, monkeypatch, flags, settings):
+    reached = []
+
+    def stream(model, prompts, config, drafter, **options):
+        reached.append((config, options["tokenizer"]))
+        raise _Reached("so far")
+
+    monkeypatch.setattr(decode.jaxspec, "stream", stream)
+    code, _, err = run("--prompt", "x", *flags, "--json")
+    assert (code, err) == (2, "error: so far\n")
+    [(config, tokenizer)] = reached
+    assert config == jaxspec.GenerateConfig(**settings)
+    assert tokenizer is not None
+    _, _, err = run("--prompt", "x", *flags)
+    note = "note: --logprobs shows in --json only\n" if "--logprobs" in flags else ""
+    assert err == note + "error: so far\n"
+
+
+STOPPED_ARGS = ["--max-new-tokens", 40, "--prompt"]
+STOPS = [
+    ("class A:\n", "r p"),
+    ("class A:\n", "pr__"),
+    ("class A:\n", "r pr____________"),
+    ("é漢", ")))\n  "),
+    ("é漢", "\n       \n  "),
+    ("é漢", "["),
+    ("class A:\n", "never"),
+]
+
+
+@pytest.mark.parametrize("spec", ["none", "promptlookup"])
+def test_a_stop_string_ends_the_text_and_is_not_shown(run, monkeypatch, spec):
+    monkeypatch.setattr(terminal, "print_table", lambda rows: None)
+    for prompt, stop in STOPS:
+        args = [*STOPPED_ARGS, prompt, "--spec", spec]
+        (plain,) = objects(run(*args, "--json")[1])
+        (row,) = objects(run(*args, "--stop", stop, "--json")[1])
+        is_stopped = stop in plain["text"]
+        assert is_stopped == (stop != "never")
+        text = plain["text"].split(stop)[0]
+        assert row["text"] == text
+        assert row["finish_reason"] == ("stop" if is_stopped else "length")
+        ids = row["token_ids"]
+        assert ids == plain["token_ids"][: len(ids)] and row["num_tokens"] == len(ids)
+        if is_stopped:
+            assert stop in byte_tokenizer().decode(ids)
+            assert stop not in byte_tokenizer().decode(ids[:-1])
+        for flags in ([], ["--show-drafts"], ["--no-stream"]):
+            code, out, _ = run(*args, "--stop", stop, *flags)
+            assert code == 0
+            assert out == text + "\n"
+
+
+def test_rows_of_a_batch_stop_by_themselves(run, monkeypatch):
+    monkeypatch.setattr(terminal, "print_table", lambda rows: None)
+    args = ["--prompt", "class A:\n", "--prompt", "é漢", "--max-new-tokens", 40]
+    stops = ["--stop", "r__", "--stop", ")\n"]
+    rows = objects(run(*args, *stops, "--compare", "--json")[1])
+    assert [row["finish_reason"] for row in rows] == ["stop", "stop"]
+    assert all(row["equal"] for row in rows)
+    first, second = (row["text"] for row in rows)
+    assert first.endswith("p") and second.endswith(")")
+    code, out, _ = run(*args, *stops)
+    assert code == 0 and out == f"{first}\n--- prompt 1\n{second}\n"
+
+
+def test_an_eos_id_ends_the_text_and_is_not_shown(run):
+    args = [*STOPPED_ARGS, "é漢", "--json"]
+    (plain,) = objects(run(*args)[1])
+    eos_id = plain["token_ids"][12]
+    (row,) = objects(run(*args, "--eos-id", eos_id)[1])
+    end = plain["token_ids"].index(eos_id)
+    assert row["finish_reason"] == "eos"
+    assert row["token_ids"] == plain["token_ids"][: end + 1]
+    assert row["text"] == byte_tokenizer().decode(plain["token_ids"][:end])
+
+
+def test_what_a_rows_drafts_came_to_in_words():
+    row = {
+        "id": 2,
+        "num_steps": 8,
+        "accepted_by_position": [6, 2, 0],
+        "accepted_over_time": [1.0, 2.25],
+        "num_steps_by_rows": {"4": 8},
+    }
+    line = (
+        "prompt 2: accepted in % of the steps, by draft position: 75 25 0; "
+        "tokens a step over time: 1.0 2.2"
+    )
+    assert terminal.acceptance_line(row) == line
+    row["num_steps_by_rows"] = {"1": 3, "4": 5}
+    assert terminal.acceptance_line(row) == line + "; steps by rows: 3 of 1, 5 of 4"
+
+
+def test_a_difference_in_words():
+    found = jaxspec.Difference(7, 3, 4, (3, 4), (1.5, 1.25), 0.25, (4, 3), (2.0, 1.0), None)
+    row = {"id": 1, "first_difference": dataclasses.asdict(found)}
+    assert terminal.difference_line(row) == (
+        "prompt 1 differs from token 7 on: 3, plainly 4; two best logits here: 3 1.5, 4 1.25 "
+        "(gap 0.25); two best logits plainly: 4 2, 3 1 (no other could be picked)"
+    )
 
 
 def test_a_flag_that_the_mode_does_not_read_is_named(run):
@@ -179,6 +380,26 @@ def test_a_flag_that_the_mode_does_not_read_is_named(run):
         ),
         (["--max-new-tokens", "3000000000"], "max_new_tokens=3000000000 is more than"),
         (["--prompt", "x", "--max-seq-len", "10"], "exceed max_seq_len=10"),
+        (["--stop", ""], "stop string 0 is empty: expected at least one character"),
+        (
+            ["--stop", "a", "--stop", "\udcff"],
+            "stop string 1, '\\udcff', is not valid Unicode text",
+        ),
+        (["--ignore-eos", "--eos-id", "5"], "--ignore-eos and --eos-id contradict each other"),
+        (["--eos-id", "320"], "eos_token_ids holds 320, expected 0..319"),
+        (["--eos-id", "-1"], "eos_token_ids holds -1, expected 0..319"),
+        (["--eos-id", "x"], "'x' is not a valid integer"),
+        (["--min-new-tokens", "-1"], "-1 is not in the range x>=0"),
+        (
+            ["--min-new-tokens", "9", "--max-new-tokens", "8"],
+            "min_new_tokens=9 is more than max_new_tokens=8",
+        ),
+        (["--logprobs", "-1"], "-1 is not in the range 0<=x<=1000"),
+        (["--logprobs", "1001"], "1001 is not in the range 0<=x<=1000"),
+        (
+            ["--logprobs", "295", "--json"],
+            "num_logprobs=295 is more than the 294 tokens that there are",
+        ),
         (
             ["--spec", "promptlookup", "--ngram-size", "2", "--min-ngram-size", "3"],
             "ngram_size=2 is less than min_ngram_size=3",
@@ -212,6 +433,11 @@ def test_text_prompts_need_a_tokenizer(run, tmp_path):
     assert code == 0 and objects(out)[0]["text"] is None
     code, out, _ = run("--prompt-ids", "1,2", "--max-new-tokens", 3, model=path)
     assert code == 0
+    code, _, err = run("--prompt-ids", "1,2", "--stop", "a", model=path)
+    assert (code, err) == (
+        2,
+        "error: --stop needs a tokenizer, which the model directory has not\n",
+    )
 
 
 def test_lookahead_flags_reach_its_settings(run):
