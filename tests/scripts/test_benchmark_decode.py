@@ -16,7 +16,7 @@ import pytest
 import checkpoints
 import jaxspec
 from jaxspec import evaluation, tuning
-from jaxspec.drafters import make_drafter
+from jaxspec.drafters import DRAFTERS, make_drafter
 from tests.jaxspec.models import random_model
 from tests.tokenizers import byte_tokenizer
 
@@ -78,7 +78,7 @@ def test_rows_groups_and_table(run, tmp_path):
     assert rows == objects(file.read_text())
     measured = [row for row in rows if row["measure"] == "prompt"]
     assert [(row["id"], row["spec"]) for row in measured] == [
-        (name, spec) for name in "fg" for spec in ("none", "promptlookup", "lookahead")
+        (name, spec) for name in "fg" for spec in DRAFTERS
     ]
     for row in measured:
         assert set(row) == KEYS
@@ -87,7 +87,7 @@ def test_rows_groups_and_table(run, tmp_path):
         assert row["jax"] == jax.__version__
         assert row["file"] == row["kind"] == "few" and row["prompts"] == ["few.jsonl"]
     groups = [row for row in rows if row["measure"] == "group"]
-    assert [row["group"] for row in groups] == ["few"] * 3 + ["all"] * 3
+    assert [row["group"] for row in groups] == ["few"] * 4 + ["all"] * 4
     assert not any(row["partial"] for row in groups)
     assert "all prompts" in out and "verdict" in out and "PARTIAL" not in out
     assert "smallest gap between the two best logits, float32" in out

@@ -451,7 +451,7 @@ def test_lookahead_flags_reach_its_settings(run):
     assert len(row["accepted_by_position"]) == 3
 
 
-@pytest.mark.parametrize("spec", ["none", "promptlookup", "lookahead"])
+@pytest.mark.parametrize("spec", ["none", "promptlookup", "lookahead", "auto"])
 def test_show_drafts_colours_what_was_accepted(run, monkeypatch, spec):
     pieces = []
     monkeypatch.setattr(
