@@ -375,16 +375,22 @@ class GenerateConfig:
             )
         if isinstance(self.stop_strings, str):
             raise ValueError(f"stop_strings={self.stop_strings!r} is a string, expected a tuple")
-        for name in ("stop_strings", "eos_token_ids"):
+        for name in ("stop_strings", "eos_token_ids", "seed"):
             if isinstance(getattr(self, name), list):
                 object.__setattr__(self, name, tuple(getattr(self, name)))
         if self.kernels not in (None, "triton", "interpret", "xla"):
             raise ValueError(f"kernels={self.kernels!r} is none of triton, interpret, xla")
         for name, (low, high) in _SAMPLING_RANGES.items():
             value = getattr(self, name)
+            kinds = int | np.integer if name == "top_k" else int | float | np.number
+            if not isinstance(value, kinds) or isinstance(value, bool):
+                kind = "an integer" if name == "top_k" else "a number"
+                raise ValueError(f"{name}={value!r} is not {kind}")
             if not low <= value <= high:
                 raise ValueError(f"{name}={value} is outside {low}..{high}")
         seeds = self.seed if isinstance(self.seed, tuple) else (self.seed,)
         for seed in seeds:
+            if not isinstance(seed, int | np.integer) or isinstance(seed, bool):
+                raise ValueError(f"seed={seed!r} is not an integer")
             if not 0 <= seed < 2**32:
                 raise ValueError(f"seed={seed} is outside 0..{2**32 - 1}")

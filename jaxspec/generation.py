@@ -23,6 +23,7 @@ from jaxspec.decode import (
     run_steps,
 )
 from jaxspec.drafters import Auto, Drafter, NoDraft
+from jaxspec.layout import check_count
 from jaxspec.model import FlatModel, Qwen3
 from jaxspec.result import Generation, to_host
 from jaxspec.sampling import SamplingMode, SamplingParams
@@ -93,14 +94,17 @@ def stream(
     compiled program is the same one; None runs to the end in one go, or with stop strings, which
     are looked for between chunks, 16 steps at a time.
     """
-    config = config or GenerateConfig()
+    config = GenerateConfig() if config is None else config
+    for name, value, kind in (("model", model, Qwen3), ("config", config, GenerateConfig)):
+        if not isinstance(value, kind):
+            raise ValueError(f"{name} is a {type(value).__name__}, expected a {kind.__name__}")
     if drafter is None:
         drafter = NoDraft()
     check_drafter(drafter)
     drafter = with_kernels(drafter, config.kernels)
     check_prompts(prompts, model.config, config)
-    if steps_per_chunk is not None and steps_per_chunk < 1:
-        raise ValueError(f"steps_per_chunk={steps_per_chunk} is not at least 1")
+    if steps_per_chunk is not None:
+        check_count("steps_per_chunk", steps_per_chunk, 1)
     if config.stop_strings and tokenizer is None:
         raise ValueError("stop_strings need a tokenizer to look for them with")
     if config.stop_strings and steps_per_chunk is None:
@@ -233,6 +237,8 @@ def check_prompts(
     prompts: Sequence[Sequence[int]], model_config: Qwen3Config, config: GenerateConfig
 ) -> None:
     """Raise a one-line ValueError if the call cannot be run as asked, before any work."""
+    if not hasattr(prompts, "__len__"):
+        raise ValueError(f"prompts is a {type(prompts).__name__}, expected a list of prompts")
     if not len(prompts):
         raise ValueError("no prompts: expected at least one")
     check_stops(config.stop_strings)
@@ -243,14 +249,15 @@ def check_prompts(
         )
     limit = config.max_seq_len or model_config.max_position_embeddings
     for index, prompt in enumerate(prompts):
-        if not isinstance(prompt, Sequence | np.ndarray) or isinstance(prompt, str):
+        ids = np.asarray([] if isinstance(prompt, str) else prompt)
+        if isinstance(prompt, str) or ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
             raise ValueError(
                 f"prompt {index} is {prompt!r:.40}, expected a list of token ids: prompts are a "
                 "list of such lists"
             )
-        if not len(prompt):
+        if not ids.size:
             raise ValueError(f"prompt {index} is empty: expected at least one token")
-        for token_id in (min(prompt), max(prompt)):
+        for token_id in (ids.min(), ids.max()):
             if not 0 <= token_id < model_config.vocab_size:
                 raise ValueError(
                     f"prompt {index} holds id {token_id}, expected 0..{model_config.vocab_size - 1}"

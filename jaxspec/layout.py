@@ -12,6 +12,14 @@ import numpy as np
 MAX_ROWS = 4096
 
 
+def check_count(name: str, value: object, least: int) -> None:
+    """Raise a one-line ValueError unless a setting is an integer of at least `least`."""
+    if not isinstance(value, int | np.integer) or isinstance(value, bool):
+        raise ValueError(f"{name}={value!r} is not an integer")
+    if value < least:
+        raise ValueError(f"{name}={value} is not at least {least}")
+
+
 def check_num_rows(num_rows: int) -> None:
     """Raise a ValueError if a drafter asks for a block that no machine can want."""
     if num_rows > MAX_ROWS:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import cast
 
 import jax
@@ -87,14 +88,15 @@ class Auto:
 
     def __post_init__(self) -> None:
         widths = self.num_draft_tokens
-        if not widths or list(widths) != sorted(set(widths)):
+        if not isinstance(widths, tuple) or not widths or list(widths) != sorted(set(widths)):
             raise ValueError(f"num_draft_tokens={widths} is not an ascending, non-empty tuple")
         for arm in self.arms:
             check_num_rows(arm.layout.num_rows)
         if len(self.arms) > MAX_ARMS:
             raise ValueError(f"{len(self.arms)} arms are more than {MAX_ARMS}")
         costs = self.step_costs
-        if costs is not None and (len(costs) != len(self.arms) or min(costs) <= 0):
+        num_costs = len(self.arms) if costs is None else sum(0 < cost < math.inf for cost in costs)
+        if costs is not None and not num_costs == len(costs) == len(self.arms):
             raise ValueError(f"step_costs={costs} are not {len(self.arms)} positive numbers")
 
     @property

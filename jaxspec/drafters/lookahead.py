@@ -12,7 +12,7 @@ import numpy as np
 from jaxspec.drafters import ngram_pool
 from jaxspec.drafters.ngram_pool import NgramPool
 from jaxspec.drafters.protocol import Leaf, Outcome, Proposal, current_tokens
-from jaxspec.layout import BlockLayout, check_num_rows
+from jaxspec.layout import BlockLayout, check_count, check_num_rows
 from pallas_kernels.dispatch import Implementation
 
 
@@ -63,8 +63,7 @@ class Lookahead:
     def __post_init__(self) -> None:
         least = {"window_size": 1, "ngram_size": 2, "num_candidates": 0, "pool_size": 1}
         for name, minimum in least.items():
-            if getattr(self, name) < minimum:
-                raise ValueError(f"{name}={getattr(self, name)} is not at least {minimum}")
+            check_count(name, getattr(self, name), minimum)
         check_num_rows((self.ngram_size - 1) * (self.window_size + self.num_candidates))
 
     @property

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxspec.drafters.protocol import Outcome, Proposal, current_tokens
-from jaxspec.layout import BlockLayout
+from jaxspec.layout import BlockLayout, check_count
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,8 +24,7 @@ class NoDraft:
     num_padding_rows: int = 0
 
     def __post_init__(self) -> None:
-        if self.num_padding_rows < 0:
-            raise ValueError(f"num_padding_rows={self.num_padding_rows} is negative")
+        check_count("num_padding_rows", self.num_padding_rows, 0)
 
     @property
     def layout(self) -> BlockLayout:

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxspec.drafters.protocol import Outcome, Proposal, current_tokens
-from jaxspec.layout import BlockLayout, check_num_rows
+from jaxspec.layout import BlockLayout, check_count, check_num_rows
 from pallas_kernels import find_ngram
 from pallas_kernels.dispatch import Implementation
 
@@ -38,11 +38,9 @@ class PromptLookup:
     kernels: Implementation | None = None
 
     def __post_init__(self) -> None:
-        if self.num_draft_tokens < 1:
-            raise ValueError(f"num_draft_tokens={self.num_draft_tokens} is not at least 1")
+        for name in ("num_draft_tokens", "min_ngram_size", "ngram_size"):
+            check_count(name, getattr(self, name), 1)
         check_num_rows(1 + self.num_draft_tokens)
-        if self.min_ngram_size < 1:
-            raise ValueError(f"min_ngram_size={self.min_ngram_size} is not at least 1")
         if self.ngram_size < self.min_ngram_size:
             raise ValueError(
                 f"ngram_size={self.ngram_size} is less than min_ngram_size={self.min_ngram_size}"

@@ -48,7 +48,7 @@ def random_prompts(lengths: tuple[int, ...], seed: int = 0, vocab_size: int = 97
     return prompts
 
 
-_score = jax.jit(
+score_logits = jax.jit(
     lambda model, tokens, layout: model(
         tokens, jnp.zeros(tokens.shape[0], jnp.int32), None, layout
     )[0],
@@ -59,7 +59,9 @@ _score = jax.jit(
 def smallest_gap(model: Qwen3, prompt: list[int], output: list[int]) -> float:
     """Return the smallest gap between the two best logits on the way through `output`."""
     tokens = jnp.asarray([prompt + output], jnp.int32)
-    logits = _score(model, tokens, BlockLayout.linear(tokens.shape[1]))[0, len(prompt) - 1 : -1]
+    logits = score_logits(model, tokens, BlockLayout.linear(tokens.shape[1]))[
+        0, len(prompt) - 1 : -1
+    ]
     num_valid = model.config.num_valid_tokens or model.config.vocab_size
     top = jax.lax.top_k(logits[:, :num_valid], 2)[0]
     return float(jnp.min(top[:, 0] - top[:, 1]))

@@ -5,12 +5,16 @@ from __future__ import annotations
 import dataclasses
 
 import jax.numpy as jnp
+import jaxtyping
+import numpy as np
 import pytest
 
 from jaxspec import (
+    Auto,
     BlockLayout,
     Difference,
     GenerateConfig,
+    Lookahead,
     NoDraft,
     PromptLookup,
     Proposal,
@@ -79,8 +83,66 @@ def test_prompt_lookup_errors(fields, message):
         PromptLookup(**fields)
 
 
+CONFIG = GenerateConfig(max_new_tokens=2)
+WRONG_TYPES = {
+    "float ids": (
+        lambda: generate(random_model(), [[1.7, 2.2]], CONFIG),
+        "prompt 0 is [1.7, 2.2], expected a list of token ids",
+    ),
+    "no id": (lambda: generate(random_model(), [[2], [1, None]], CONFIG), "prompt 1 is [1, None]"),
+    "nan": (lambda: generate(random_model(), [[2, float("nan")]], CONFIG), "prompt 0 is [2, nan]"),
+    "iterator": (
+        lambda: generate(random_model(), iter([[1]]), CONFIG),
+        "prompts is a list_iterator, expected a list of prompts",
+    ),
+    "dict": (
+        lambda: generate(random_model(), [[1]], {"max_new_tokens": 3}),
+        "config is a dict, expected a GenerateConfig",
+    ),
+    "drafter": (
+        lambda: generate(random_model(), [[1]], PromptLookup()),
+        "config is a PromptLookup, expected a GenerateConfig",
+    ),
+    "pair": (lambda: generate((1, 2), [[1]], CONFIG), "model is a tuple, expected a Qwen3"),
+    "steps": (
+        lambda: stream(random_model(), [[1]], CONFIG, steps_per_chunk=2.5),
+        "steps_per_chunk=2.5 is not an integer",
+    ),
+    "seed": (lambda: GenerateConfig(seed=1.5), "seed=1.5 is not an integer"),
+    "no seed": (lambda: GenerateConfig(seed=None), "seed=None is not an integer"),
+    "top_p": (lambda: GenerateConfig(top_p=None), "top_p=None is not a number"),
+    "text": (lambda: GenerateConfig(temperature="1"), "temperature='1' is not a number"),
+    "top_k": (lambda: GenerateConfig(top_k=2.5), "top_k=2.5 is not an integer"),
+    "flag": (lambda: PromptLookup(True), "num_draft_tokens=True is not an integer"),
+    "ngram": (lambda: PromptLookup(ngram_size=2.5), "ngram_size=2.5 is not an integer"),
+    "window": (lambda: Lookahead(2.5, 3, 2), "window_size=2.5 is not an integer"),
+    "widths": (lambda: Auto(3), "num_draft_tokens=3 is not an ascending, non-empty tuple"),
+    "costs": (
+        lambda: Auto(step_costs=(float("nan"), 1.0, 1.0)),
+        "step_costs=(nan, 1.0, 1.0) are not 3 positive numbers",
+    ),
+}
+
+
+@pytest.mark.parametrize("call, message", WRONG_TYPES.values(), ids=WRONG_TYPES.keys())
+def test_wrong_types_are_refused_in_one_line(monkeypatch, call, message):
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
+    with pytest.raises(ValueError) as caught:
+        call()
+    assert message in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_arrays_of_jax_and_numpy_are_prompts(monkeypatch):
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
+    expected = generate(random_model(), [[1, 2, 3]], CONFIG).token_ids
+    for prompts in (jnp.array([[1, 2, 3]]), np.array([[1, 2, 3]]), [np.array([1, 2, 3])]):
+        assert generate(random_model(), prompts, CONFIG).token_ids == expected
+    seeds = GenerateConfig(max_new_tokens=2, seed=[5])
+    assert seeds.seed == (5,) and hash(seeds) == hash(dataclasses.replace(seeds, seed=(5,)))
+
+
 def test_no_draft_error():
-    with pytest.raises(ValueError, match="num_padding_rows=-1 is negative"):
+    with pytest.raises(ValueError, match="num_padding_rows=-1 is not at least 0"):
         NoDraft(num_padding_rows=-1)
 
 

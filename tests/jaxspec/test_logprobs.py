@@ -22,7 +22,7 @@ from jaxspec import (
     stream,
 )
 from tests.helpers import make_hf_checkpoint
-from tests.jaxspec.models import _score, random_model, random_prompts
+from tests.jaxspec.models import random_model, random_prompts, score_logits
 
 DRAFTERS = [
     NoDraft(),
@@ -63,7 +63,7 @@ def forced_logits(of, prompt, ids):
     """Return f32[n, V], the logits that one forward of the whole text has before each token."""
     tokens = [*prompt, *ids]
     padded = jnp.asarray([tokens + [0] * (96 - len(tokens))], jnp.int32)
-    logits = np.asarray(_score(of, padded, BlockLayout.linear(96))[0])
+    logits = np.asarray(score_logits(of, padded, BlockLayout.linear(96))[0])
     return logits[len(prompt) - 1 : len(tokens) - 1]
 
 

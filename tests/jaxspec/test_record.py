@@ -28,7 +28,7 @@ from jaxspec import (
 )
 from jaxspec.record import NOT_DRAFTED, Origin, step_record
 from jaxspec.stats import accepted_over_time, comparison
-from tests.jaxspec.models import ScriptedDraft, _score, random_model, random_prompts
+from tests.jaxspec.models import ScriptedDraft, random_model, random_prompts, score_logits
 
 DRAFTERS = [
     NoDraft(),
@@ -311,7 +311,7 @@ def best_two(of, row, ids):
     """Return the two best tokens after a prompt and `ids`, and their logits."""
     tokens = prompts()[row] + ids
     padded = jnp.asarray([tokens + [0] * (96 - len(tokens))], jnp.int32)
-    logits = _score(of, padded, BlockLayout.linear(96))[0, len(tokens) - 1, :96]
+    logits = score_logits(of, padded, BlockLayout.linear(96))[0, len(tokens) - 1, :96]
     values, best = jax.lax.top_k(logits, 2)
     return tuple(best.tolist()), values
 

@@ -28,7 +28,7 @@ from jaxspec import (
 )
 from jaxspec.decode import FINISHED_BY_STOP, UNFINISHED
 from jaxspec.text import decode, decode_until_stop
-from tests.jaxspec.models import ScriptedDraft, _score, random_model, random_prompts
+from tests.jaxspec.models import ScriptedDraft, random_model, random_prompts, score_logits
 
 DRAFTERS = [
     NoDraft(),
@@ -435,7 +435,7 @@ def reference_text(prompt, config, seed):
     ids = list(prompt)
     for _ in range(config.max_new_tokens):
         padded = jnp.asarray([ids + [0] * (96 - len(ids))], jnp.int32)
-        logits = np.array(_score(model(), padded, BlockLayout.linear(96))[0, len(ids) - 1])
+        logits = np.array(score_logits(model(), padded, BlockLayout.linear(96))[0, len(ids) - 1])
         scores = processor(torch.tensor([ids]), torch.from_numpy(logits)[None])[0].numpy()
         if config.temperature:
             key = jax.random.fold_in(jax.random.key(seed), len(ids))

@@ -21,7 +21,7 @@ from flax import nnx
 import checkpoints
 import jaxspec
 from jaxspec import __version__
-from tests.jaxspec.models import _score, random_model
+from tests.jaxspec.models import random_model, score_logits
 from tests.tokenizers import byte_tokenizer
 
 KEYS = {
@@ -209,7 +209,9 @@ def test_compare_shows_how_near_the_choice_was(run, monkeypatch):
     ):
         num_valid = models[drafter].config.num_valid_tokens
         logits = np.asarray(
-            _score(models[drafter], jnp.asarray([known]), jaxspec.BlockLayout.linear(len(known)))
+            score_logits(
+                models[drafter], jnp.asarray([known]), jaxspec.BlockLayout.linear(len(known))
+            )
         )
         logits = logits[0, -1, :num_valid]
         best = np.argsort(-logits, kind="stable")[:2].tolist()
