@@ -9,6 +9,8 @@ from typing import Any
 
 import numpy as np
 
+from jaxspec.text import check_stops
+
 # Ids, slots and positions are int32.
 _MAX_SIZE = 2**31 - 1
 _EPS_BOUNDS = (1e-30, 1.0)
@@ -329,7 +331,8 @@ class GenerateConfig:
         and one prompt get one text. Greedy output does not depend on it.
       temperature: divides the logits before a token is drawn; 0 = greedy.
       top_k: draw among the k most probable tokens only; 0 = all.
-      top_p: draw among the most probable tokens whose mass first reaches it; 1 = all.
+      top_p: draw among the most probable tokens whose mass, a sum in float32, first reaches it;
+        1 = all.
       min_p: draw among tokens at least this fraction as probable as the best; 0 = all.
       repetition_penalty: > 1 makes tokens of the text so far less likely, prompt included.
       presence_penalty: taken off the logits of tokens in the output so far.
@@ -373,11 +376,12 @@ class GenerateConfig:
                 f"min_new_tokens={self.min_new_tokens} is more than "
                 f"max_new_tokens={self.max_new_tokens}"
             )
-        if isinstance(self.stop_strings, str):
-            raise ValueError(f"stop_strings={self.stop_strings!r} is a string, expected a tuple")
         for name in ("stop_strings", "eos_token_ids", "seed"):
             if isinstance(getattr(self, name), list):
                 object.__setattr__(self, name, tuple(getattr(self, name)))
+        if not isinstance(self.stop_strings, tuple):
+            raise ValueError(f"stop_strings={self.stop_strings!r} is not a tuple of strings")
+        check_stops(self.stop_strings)
         if self.kernels not in (None, "triton", "interpret", "xla"):
             raise ValueError(f"kernels={self.kernels!r} is none of triton, interpret, xla")
         for name, (low, high) in _SAMPLING_RANGES.items():

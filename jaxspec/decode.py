@@ -215,10 +215,9 @@ def decode_step_of_arm(
 def plan_step(state: DecodeState, request: Request, drafter: Auto) -> DecodeState:
     """Let `Auto` choose the arm of the next step."""
     with jax.named_scope("plan"):
-        is_active = state.finish == UNFINISHED
-        memory = drafter.plan(
-            state.drafter, state.tokens, state.length, request.step_costs, is_active
-        )
+        room = _room(state, request)
+        room = jnp.where(state.finish == UNFINISHED, room, 0)
+        memory = drafter.plan(state.drafter, state.tokens, state.length, request.step_costs, room)
     return dataclasses.replace(state, drafter=memory)
 
 
@@ -350,11 +349,9 @@ def commit(
     Returns:
       The new state but for the drafter's part, and the outcome with `num_emitted` clipped.
     """
-    capacity = state.tokens.shape[1]
     is_active = state.finish == UNFINISHED
     eos_end = _first_eos_end(emitted, request.eos_ids)
-    budget = request.max_new_tokens - (state.length - request.prompt_length)
-    room = jnp.minimum(budget, capacity - state.length)
+    room = _room(state, request)
     num_emitted = jnp.minimum(jnp.minimum(outcome.num_accepted + 1, eos_end), room)
     num_emitted = jnp.where(is_active, num_emitted, 0)
     finish = jnp.where(num_emitted == room, FINISHED_BY_LENGTH, UNFINISHED)
@@ -392,6 +389,12 @@ def commit(
         cache=cache,
     )
     return new_state, dataclasses.replace(outcome, num_emitted=num_emitted)
+
+
+def _room(state: DecodeState, request: Request) -> jax.Array:
+    """Return i32[B], the tokens that each row's budget and capacity leave."""
+    budget = request.max_new_tokens - (state.length - request.prompt_length)
+    return jnp.minimum(budget, state.tokens.shape[1] - state.length)
 
 
 def _first_eos_end(emitted: jax.Array, eos_ids: jax.Array) -> jax.Array:

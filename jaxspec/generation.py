@@ -27,8 +27,8 @@ from jaxspec.layout import check_count
 from jaxspec.model import FlatModel, Qwen3
 from jaxspec.result import Generation, to_host
 from jaxspec.sampling import SamplingMode, SamplingParams
-from jaxspec.step_costs import step_costs
-from jaxspec.text import StopSearch, check_stops
+from jaxspec.step_costs import with_step_costs
+from jaxspec.text import StopSearch
 
 _EOS_ROUND = 8
 _MIN_CAPACITY = 128
@@ -141,22 +141,22 @@ def _stream(
         )
 
     started = time.perf_counter()
-    if isinstance(drafter, Auto):
-        costs = step_costs(
-            flat,
-            tokens,
-            request,
-            drafter,
-            kernels=cast(Any, config.kernels),
-            mode=sampling_mode(config),
-            num_logprobs=config.num_logprobs,
-        )
-        request = dataclasses.replace(request, step_costs=jnp.asarray(costs, jnp.float32))
+    request, measure_seconds = with_step_costs(
+        flat,
+        tokens,
+        request,
+        drafter,
+        kernels=config.kernels,
+        mode=sampling_mode(config),
+        num_logprobs=config.num_logprobs,
+    )
     # Zero chunks and zero steps compile the programs without running them.
     state = init_state(flat, tokens, request, drafter=drafter, num_logprobs=config.num_logprobs)
     fill = functools.partial(prefill, chunk_size=chunk_size, kernels=config.kernels)
     state = fill(flat, state, jnp.int32(0))
     jax.block_until_ready(_mark(state.length))
+    if config.stop_strings:
+        _stop_rows(state.finish, np.zeros(len(prompts), np.bool_))
     state = jax.block_until_ready(run(state, 0))
     compiled = time.perf_counter()
     # No step emits less than one token, so the budget bounds the number of steps.
@@ -179,7 +179,8 @@ def _stream(
         decode_seconds += time.perf_counter() - chunk_started
         yield dataclasses.replace(
             generation,
-            compile_seconds=compiled - started,
+            compile_seconds=compiled - started - measure_seconds,
+            measure_seconds=measure_seconds,
             prefill_seconds=prefilled - compiled,
             decode_seconds=decode_seconds,
         )
@@ -241,7 +242,6 @@ def check_prompts(
         raise ValueError(f"prompts is a {type(prompts).__name__}, expected a list of prompts")
     if not len(prompts):
         raise ValueError("no prompts: expected at least one")
-    check_stops(config.stop_strings)
     num_ids = model_config.num_valid_tokens or model_config.vocab_size
     if config.num_logprobs is not None and config.num_logprobs > num_ids:
         raise ValueError(
@@ -382,8 +382,14 @@ class StopStrings:
             lengths[row] = generation.prompt_lengths[row] + num_kept
             reasons[row] = "stop"
         cut = dataclasses.replace(generation, lengths=lengths, finish_reasons=tuple(reasons))
-        if len(self._num_kept) > num_stopped:
-            rows = jnp.asarray(sorted(self._num_kept), jnp.int32)
-            finish = state.finish.at[rows].set(FINISHED_BY_STOP)
-            state = dataclasses.replace(state, finish=finish)
+        if len(self._num_kept) > num_stopped and not cut.is_finished:
+            is_stopped = np.zeros(lengths.shape, np.bool_)
+            is_stopped[list(self._num_kept)] = True
+            state = dataclasses.replace(state, finish=_stop_rows(state.finish, is_stopped))
         return cut, state
+
+
+@jax.jit
+def _stop_rows(finish: jax.Array, is_stopped: jax.Array) -> jax.Array:
+    """Return the rows' states with some of them at a stop string."""
+    return jnp.where(is_stopped, jnp.int32(FINISHED_BY_STOP), finish)

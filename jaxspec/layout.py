@@ -48,6 +48,8 @@ class BlockLayout:
 
     def __post_init__(self) -> None:
         num_rows = len(self.depth)
+        if self.candidate_rows:
+            check_num_rows(num_rows)
         if len(self.packed_mask) != num_rows * num_rows:
             raise ValueError(
                 f"mask has {len(self.packed_mask)} entries, expected {num_rows * num_rows} "

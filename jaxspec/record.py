@@ -64,7 +64,8 @@ class Origin:
     Attributes:
       draft_position: i32 j for the accepted draft token j of a step, NOT_DRAFTED for the model's
         own token, with which a step ends.
-      num_drafted: i32 draft tokens that were fed in the step, all candidates together.
+      num_drafted: i32 draft tokens that were fed in the step, all candidates together; 4095 stands
+        for more.
       arm: i32 which of several drafters made the block.
     """
 
@@ -118,7 +119,9 @@ def step_record(
     """
     offset = jnp.arange(emitted.shape[1], dtype=jnp.int32)[None]
     position = jnp.where(offset < num_accepted[:, None], offset, NOT_DRAFTED)
-    num_drafted = jnp.sum(num_draft, axis=1, keepdims=True, dtype=jnp.int32)
+    num_drafted = jnp.sum(jnp.maximum(num_draft, 0), axis=1, keepdims=True, dtype=jnp.int32)
+    # Candidates that share rows may count more than there is room for.
+    num_drafted = jnp.minimum(num_drafted, 2**_DRAFTED_BITS - 1)
     step = (arm << _DRAFTED_BITS) + num_drafted
     return TokenRecord((step << _POSITION_BITS) + position + 1, logits)
 

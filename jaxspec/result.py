@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections import Counter
 from typing import Literal
 
@@ -42,6 +43,7 @@ class Generation:
       prefill_seconds: time of the prefill, all rows together.
       decode_seconds: time of the decode loop so far, all rows together.
       compile_seconds: time to trace and compile (or find compiled) the programs.
+      measure_seconds: time to measure what `Auto` chooses by; 0 where that was known.
     """
 
     tokens: np.ndarray
@@ -54,6 +56,7 @@ class Generation:
     prefill_seconds: float
     decode_seconds: float
     compile_seconds: float
+    measure_seconds: float
 
     @property
     def token_ids(self) -> list[list[int]]:
@@ -67,8 +70,11 @@ class Generation:
 
     @property
     def num_steps(self) -> np.ndarray:
-        """Return i64[B], target forwards that the row took part in."""
-        return np.array([len(steps) for steps in self.accepted_lengths], np.int64)
+        """Return i64[B], target forwards that emitted the row's tokens.
+
+        A row that ends at a stop string may have taken part in a few more before it was found.
+        """
+        return np.array([len(ends) for ends in self._step_ends], np.int64)
 
     @property
     def mean_accepted_length(self) -> np.ndarray:
@@ -78,12 +84,12 @@ class Generation:
     @property
     def accepted_lengths(self) -> list[np.ndarray]:
         """Return per row the tokens that each of its steps emitted, the first step first."""
-        return [np.diff(self._step_ends(row), prepend=0) for row in range(len(self.prompt_lengths))]
+        return [np.diff(ends, prepend=0) for ends in self._step_ends]
 
     @property
     def accepted_by_position(self) -> np.ndarray:
         """Return i64[B, M], steps in which draft token j was accepted and emitted."""
-        positions = [origin.draft_position for origin in self._origins()]
+        positions = [origin.draft_position for origin in self._origins]
         return np.array(
             [
                 np.bincount(row[row != NOT_DRAFTED], minlength=self.num_draft_tokens)
@@ -96,8 +102,8 @@ class Generation:
         """Return i64[B], draft tokens that were fed, those of all candidates together."""
         return np.array(
             [
-                origin.num_drafted[self._step_ends(row) - 1].sum()
-                for row, origin in enumerate(self._origins())
+                origin.num_drafted[ends - 1].sum()
+                for origin, ends in zip(self._origins, self._step_ends, strict=True)
             ],
             np.int64,
         )
@@ -107,8 +113,8 @@ class Generation:
         """Return per row of the batch how many of its steps had a block of so many rows."""
         rows = np.asarray(self.rows_by_arm)
         return [
-            dict(sorted(Counter(rows[origin.arm[self._step_ends(row) - 1]].tolist()).items()))
-            for row, origin in enumerate(self._origins())
+            dict(sorted(Counter(rows[origin.arm[ends - 1]].tolist()).items()))
+            for origin, ends in zip(self._origins, self._step_ends, strict=True)
         ]
 
     @property
@@ -140,15 +146,20 @@ class Generation:
             for row, start, end in zip(values, self.prompt_lengths, self.lengths, strict=True)
         ]
 
+    @functools.cached_property
     def _origins(self) -> list[Origin]:
         return [Origin.unpack(row) for row in self._emitted(self.record.origin)]
 
-    def _step_ends(self, row: int) -> np.ndarray:
-        """Return how many tokens the row had emitted after each of its steps."""
-        # A step ends with the model's own token, the last one perhaps with a clipped draft.
-        is_end = self._origins()[row].draft_position == NOT_DRAFTED
-        is_end[-1:] = True
-        return np.flatnonzero(is_end) + 1
+    @functools.cached_property
+    def _step_ends(self) -> list[np.ndarray]:
+        """Return per row how many tokens it had emitted after each of its steps."""
+        ends = []
+        for origin in self._origins:
+            # A step ends with the model's own token, the last one perhaps with a clipped draft.
+            is_end = origin.draft_position == NOT_DRAFTED
+            is_end[-1:] = True
+            ends.append(np.flatnonzero(is_end) + 1)
+        return ends
 
     @property
     def is_finished(self) -> bool:
@@ -173,4 +184,5 @@ def to_host(state: DecodeState, request: Request, drafter: Drafter | Auto) -> Ge
         prefill_seconds=0.0,
         decode_seconds=0.0,
         compile_seconds=0.0,
+        measure_seconds=0.0,
     )

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import time
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +24,7 @@ from jaxspec.generation import (
 )
 from jaxspec.model import FlatModel, Qwen3
 from jaxspec.result import to_host
-from jaxspec.step_costs import step_costs
+from jaxspec.step_costs import with_step_costs
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,17 +89,14 @@ class Runner:
             request = dataclasses.replace(request, max_new_tokens=jnp.asarray([budget], jnp.int32))
         if ignore_eos:
             request = dataclasses.replace(request, eos_ids=jnp.full_like(request.eos_ids, -1))
-        if isinstance(drafter, Auto):
-            costs = step_costs(
-                self._flat,
-                tokens,
-                request,
-                drafter,
-                kernels=cast(Any, self.config.kernels),
-                mode=sampling_mode(self.config),
-                num_logprobs=None,
-            )
-            request = dataclasses.replace(request, step_costs=jnp.asarray(costs, jnp.float32))
+        request, _ = with_step_costs(
+            self._flat,
+            tokens,
+            request,
+            drafter,
+            kernels=self.config.kernels,
+            mode=sampling_mode(self.config),
+        )
         state = init_state(self._flat, tokens, request, drafter=drafter)
         state = dataclasses.replace(state, cache=jax.tree.map(jnp.copy, self._caches[index]))
         steps = jnp.int32(self.config.max_new_tokens if max_steps is None else max_steps)

@@ -233,7 +233,8 @@ def _top_k(
     implementation: Implementation | None,
 ) -> Float[Array, "B R V"]:
     threshold = _threshold(logits, largest, top_k.astype(jnp.float32), "count", implementation)
-    return jnp.where((logits >= threshold) | (top_k <= 0), logits, -jnp.inf)
+    # Not >=: a NaN stays, and wins as it does in an argmax.
+    return jnp.where(~(logits < threshold) | (top_k <= 0), logits, -jnp.inf)
 
 
 def _top_p(
@@ -244,7 +245,7 @@ def _top_p(
 ) -> Float[Array, "B R V"]:
     """Keep the most probable tokens whose mass first reaches `top_p`."""
     threshold = _threshold(logits, largest, top_p, "mass", implementation)
-    is_kept = (logits >= threshold) | (logits == largest) | (top_p >= 1)
+    is_kept = ~(logits < threshold) | (logits == largest) | (top_p >= 1)
     return jnp.where(is_kept, logits, -jnp.inf)
 
 
@@ -252,7 +253,7 @@ def _min_p(
     logits: Float[Array, "B R V"], largest: Float[Array, "B R 1"], min_p: Float[Array, "B 1 1"]
 ) -> Float[Array, "B R V"]:
     """Keep tokens at least `min_p` times as probable as the best one."""
-    is_kept = (logits >= largest + jnp.log(jnp.maximum(min_p, 1e-30))) | (min_p <= 0)
+    is_kept = ~(logits < largest + jnp.log(jnp.maximum(min_p, 1e-30))) | (min_p <= 0)
     return jnp.where(is_kept, logits, -jnp.inf)
 
 

@@ -163,6 +163,7 @@ def row_report(
         "decode_seconds": seconds,
         "tokens_per_second": num_tokens / seconds if seconds > 0 else 0.0,
         "compile_seconds": generation.compile_seconds,
+        "measure_seconds": generation.measure_seconds,
         "load_seconds": load_seconds,
         "spec": spec,
         "settings": settings_of(drafter) | settings_of(config),

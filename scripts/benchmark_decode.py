@@ -245,6 +245,8 @@ def print_costs(costs: Sequence[Row], drafters: dict[str, Drafter | Auto]) -> No
         table.add_row(str(row["rows_per_step"]), f"{row['step_ms']:.3f}", f"{row['relative']:.2f}")
     _print(table)
     for spec, drafter in drafters.items():
+        if isinstance(drafter, Auto):
+            continue  # It has several widths.
         rows = drafter.layout.num_rows
         needed = tuning.break_even(costs, rows)
         click.echo(f"{spec}: {rows} rows, breaks even at {needed:.2f} tokens/step")

@@ -22,6 +22,7 @@ import terminal
 import checkpoints
 import jaxspec
 from jaxspec import drafters, stats, text
+from jaxspec.generation import eos_ids_of
 
 DEFAULT_PROMPT = '''class Matrix:
     """A dense matrix of floats, stored row by row."""
@@ -86,7 +87,10 @@ SAMPLING_FLAGS = (
     help="HF directory, converted directory or hub id.  [default: the bundled model]",
 )
 @click.option(
-    "--spec", type=click.Choice(list(drafters.DRAFTERS)), default="none", help="How to draft."
+    "--spec",
+    type=click.Choice(list(drafters.DRAFTERS)),
+    default="none",
+    help="How to draft; auto chooses every step.",
 )
 @click.option("--prompt", multiple=True, help="Text to continue; several make a batch.")
 @click.option(
@@ -104,7 +108,10 @@ SAMPLING_FLAGS = (
     help="Tokens before which no end of text and no stop string counts.",
 )
 @click.option(
-    "--stop", multiple=True, help="String that ends a text, which is cut before it; repeatable."
+    "--stop",
+    multiple=True,
+    help="String that ends a text, which is cut before it; repeatable. "
+    "Special tokens have no text: for those see --eos-id.",
 )
 @click.option("--eos-id", type=int, multiple=True, help="Ids that end a text.  [default: model's]")
 @click.option("--ignore-eos", is_flag=True, help="Go on after an end of text.")
@@ -130,19 +137,19 @@ SAMPLING_FLAGS = (
     "--ngram-size",
     type=click.IntRange(min=1),
     default=None,
-    help="promptlookup: longest suffix looked up.  [default: 16]",
+    help="promptlookup, auto: longest suffix looked up.  [default: 16]",
 )
 @click.option(
     "--min-ngram-size",
     type=click.IntRange(min=1),
     default=None,
-    help="promptlookup: shortest suffix looked up.  [default: 1]",
+    help="promptlookup, auto: shortest suffix looked up.  [default: 1]",
 )
 @click.option(
     "--match",
     type=click.Choice(["first", "last"]),
     default=None,
-    help="promptlookup: which of equally long matches.  [default: last]",
+    help="promptlookup, auto: which of equally long matches.  [default: last]",
 )
 @click.option(
     "--window-size",
@@ -179,7 +186,7 @@ SAMPLING_FLAGS = (
 )
 @click.option("--top-k", type=int, default=0, help="Draw among the k best; 0: all.")
 @click.option("--top-p", type=float, default=1.0, help="Draw among the best of this mass; 1: all.")
-@click.option("--min-p", type=float, default=0.0, help="Least probability, relative to the best's.")
+@click.option("--min-p", type=float, default=0.0, help="Least share of the best's; 0: all.")
 @click.option("--repetition-penalty", type=float, default=1.0, help="1: off.")
 @click.option("--presence-penalty", type=float, default=0.0, help="0: off.")
 @click.option("--frequency-penalty", type=float, default=0.0, help="0: off.")
@@ -234,8 +241,7 @@ class Decoder:
     @property
     def eos_ids(self) -> tuple[int, ...]:
         """Return the ids that end a text and are not shown."""
-        ids = self.config.eos_token_ids
-        return self.model.config.eos_token_ids if ids is None else ids
+        return eos_ids_of(self.model.config, self.config)
 
     def run(
         self,
@@ -270,10 +276,13 @@ class Decoder:
 
     def text_of(self, ids: Sequence[int]) -> str:
         """Return the text of emitted ids, cut before a stop string."""
-        search = self.search()
-        search.push(ids)
-        search.flush()
-        return search.text
+        return text.decode_until_stop(
+            self.tokenizer,
+            ids,
+            self.config.stop_strings,
+            eos_ids=self.eos_ids,
+            min_new_tokens=self.config.min_new_tokens,
+        )[0]
 
     def search(self) -> text.StopSearch:
         """Return what turns the ids of a row into its text."""
@@ -343,6 +352,10 @@ def make_config(flags: dict[str, Any]) -> jaxspec.GenerateConfig:
         raise click.UsageError("--ignore-eos and --eos-id contradict each other")
     if flags["logprobs"] is not None and not flags["as_json"]:
         click.echo("note: --logprobs shows in --json only", err=True)
+    for name in ("top_k", "top_p", "min_p"):
+        if flags["temperature"] == 0 and flags[name] not in (0, 1.0 if name == "top_p" else 0):
+            flag = name.replace("_", "-")
+            click.echo(f"note: --{flag} has no effect with --temperature 0", err=True)
     eos_ids = () if flags["ignore_eos"] else flags["eos_id"] or None
     return jaxspec.GenerateConfig(
         max_new_tokens=flags["max_new_tokens"],

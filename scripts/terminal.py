@@ -63,9 +63,12 @@ class LiveText:
 
     def _collect(self, generation: jaxspec.Generation, show_drafts: bool) -> None:
         """Split each row's new ids into accepted drafts, which come first in a step, and others."""
+        totals = [0] * len(self._texts)
+        if show_drafts:
+            totals = generation.accepted_by_position.sum(axis=1).tolist()
         for row, ids in enumerate(generation.token_ids):
             fresh, self._num_seen[row] = ids[self._num_seen[row] :], len(ids)
-            total = int(generation.accepted_by_position[row].sum())
+            total = totals[row]
             num_drafts = total - self._num_accepted[row] if show_drafts else 0
             self._num_accepted[row] = total
             self._pending[row] += [(fresh[:num_drafts], True), (fresh[num_drafts:], False)]
@@ -85,7 +88,8 @@ def print_table(rows: Sequence[dict[str, Any]]) -> None:
         caption=(
             f"load model {first['load_seconds']:.1f} s, "
             f"compile or load programs {first['compile_seconds']:.1f} s, "
-            f"prefill {first['prefill_seconds']:.2f} s, decode {first['decode_seconds']:.2f} s"
+            + (f"measure {first['measure_seconds']:.1f} s, " if first["measure_seconds"] else "")
+            + f"prefill {first['prefill_seconds']:.2f} s, decode {first['decode_seconds']:.2f} s"
         ),
         box=rich.box.SIMPLE_HEAD,
     )
@@ -114,7 +118,7 @@ def print_table(rows: Sequence[dict[str, Any]]) -> None:
     width = None if sys.stdout.isatty() else 120
     rich.console.Console(width=width).print(table)
     for row in rows:
-        if any(row["accepted_by_position"]):
+        if row["num_drafted"]:
             click.echo(acceptance_line(row))
         if row.get("first_difference"):
             click.echo(difference_line(row))

@@ -18,6 +18,7 @@ ALLOWED = {
 }
 PROJECT = set(ALLOWED)
 ORDER = (
+    "text",
     "config",
     "layout",
     "cache",
@@ -29,7 +30,6 @@ ORDER = (
     "decode",
     "result",
     "step_costs",
-    "text",
     "generation",
     "stats",
     "runner",

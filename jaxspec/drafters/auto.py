@@ -18,12 +18,12 @@ from pallas_kernels.dispatch import Implementation
 
 # Evidence of a token ago counts so much; a row begins as if nearly all of one draft had been right.
 _MEMORY, _FIRST_HITS = 0.85, 0.9
-# Lookahead is tried for so many steps after the first so many, and ever more rarely if it loses.
-_TRIAL_STEPS, _FIRST_WAIT, _WAIT_GROWTH, _LONGEST_WAIT = 8, 64, 4, 4096
+# Lookahead is tried for so many steps after the first so many, and ever more rarely.
+_TRIAL_STEPS, _FIRST_WAIT, _WAIT_GROWTH, _LONGEST_WAIT = 12, 64, 4, 4096
 # A step of lookahead counts so much in its mean.
 _GAIN_RATE = 0.25
 _MOST_CHANCE = 0.995
-# Each is a program of its own; the record of a token has room for so many.
+# Each has a loop of its own in the program.
 MAX_ARMS = 16
 _NONE = 2**31 - 1
 
@@ -88,15 +88,21 @@ class Auto:
 
     def __post_init__(self) -> None:
         widths = self.num_draft_tokens
-        if not isinstance(widths, tuple) or not widths or list(widths) != sorted(set(widths)):
+        is_tuple = isinstance(widths, tuple) and all(isinstance(width, int) for width in widths)
+        if not is_tuple or not widths or list(widths) != sorted(set(widths)):
             raise ValueError(f"num_draft_tokens={widths} is not an ascending, non-empty tuple")
+        if self.lookahead is not None and not isinstance(self.lookahead, Lookahead):
+            raise ValueError(f"lookahead={self.lookahead!r} is not a Lookahead")
         for arm in self.arms:
             check_num_rows(arm.layout.num_rows)
         if len(self.arms) > MAX_ARMS:
             raise ValueError(f"{len(self.arms)} arms are more than {MAX_ARMS}")
         costs = self.step_costs
-        num_costs = len(self.arms) if costs is None else sum(0 < cost < math.inf for cost in costs)
-        if costs is not None and not num_costs == len(costs) == len(self.arms):
+        if costs is not None and not (
+            isinstance(costs, tuple)
+            and len(costs) == len(self.arms)
+            and all(isinstance(cost, int | float) and 0 < cost < math.inf for cost in costs)
+        ):
             raise ValueError(f"step_costs={costs} are not {len(self.arms)} positive numbers")
 
     @property
@@ -148,7 +154,7 @@ class Auto:
         tokens: jax.Array,
         length: jax.Array,
         costs: jax.Array,
-        is_active: jax.Array,
+        room: jax.Array,
     ) -> AutoState:
         """Return the state with the next draft, and the arm that is worth most for its time.
 
@@ -157,16 +163,20 @@ class Auto:
           tokens: i32[B, P] texts.
           length: i32[B] known tokens.
           costs: f32[A] relative time of a step of each arm.
-          is_active: bool[B], rows that are not finished.
+          room: i32[B] tokens that each row can still emit; 0 for a finished one.
         """
+        is_active = room > 0
         draft = self._lookup(self.num_draft_tokens[-1]).propose((), tokens, length)
         widths = jnp.asarray((0, *self.num_draft_tokens), jnp.int32)
         # A draft of m tokens, each right with probability p, gives 1 + p + ... + p^m tokens.
         chance = jnp.minimum(state.hits / state.tries, _MOST_CHANCE)[:, None]
-        drafted = jnp.minimum(widths[None], draft.num_draft).astype(jnp.float32)
+        # The last token that there is room for needs no draft.
+        useful = jnp.minimum(draft.num_draft, jnp.maximum(room - 1, 0)[:, None])
+        drafted = jnp.minimum(widths[None], useful).astype(jnp.float32)
         gain = (1.0 - chance ** (drafted + 1.0)) / (1.0 - chance)
         if self.lookahead is not None:
-            gain = jnp.concatenate([gain, state.gain[:, None]], axis=1)
+            most = jnp.minimum(state.gain, room.astype(jnp.float32))
+            gain = jnp.concatenate([gain, most[:, None]], axis=1)
         value = jnp.sum(jnp.where(is_active[:, None], gain, 0.0), axis=0) / costs
         arm = jnp.argmax(value).astype(jnp.int32)
         if self.lookahead is not None:
@@ -220,7 +230,13 @@ class Auto:
         )
         if self.lookahead is None:
             return state
-        clock = state.clock - 1
+        is_lookahead = isinstance(arm, Lookahead)
+        # A trial that is due waits for its turn; its steps are those that lookahead ran.
+        clock = (
+            state.clock - 1
+            if is_lookahead
+            else jnp.where(state.clock > 0, state.clock - 1, state.clock)
+        )
         is_over = clock <= -_TRIAL_STEPS
         longer = jnp.minimum(state.wait * _WAIT_GROWTH, _LONGEST_WAIT)
         state = dataclasses.replace(
@@ -228,14 +244,17 @@ class Auto:
             clock=jnp.where(is_over, state.wait, clock),
             wait=jnp.where(is_over, longer, state.wait),
         )
-        if not isinstance(arm, Lookahead):
-            return state
+        known = cast(LookaheadState, state.lookahead)
+        if not is_lookahead:
+            # The window falls behind: nothing of it is harvested before it is filled anew.
+            behind = dataclasses.replace(known, num_steps=jnp.zeros_like(known.num_steps))
+            return dataclasses.replace(state, lookahead=behind)
         gain = state.gain + _GAIN_RATE * (num_emitted.astype(jnp.float32) - state.gain)
         return dataclasses.replace(
             state,
             gain=jnp.where(num_emitted > 0, gain, state.gain),
-            lookahead=arm.update(
-                _moved(state.lookahead, tokens, length - num_emitted), outcome, tokens, length
+            lookahead=cast(Lookahead, arm).update(
+                _moved(known, tokens, length - num_emitted), outcome, tokens, length
             ),
         )
 

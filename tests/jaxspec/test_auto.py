@@ -67,8 +67,8 @@ def test_lookahead_is_tried_and_changes_no_token():
     auto = Auto((2,), Lookahead(2, 3, 2), step_costs=(1.0, 1.2, 1.6))
     result = generate(model, prompts, config, auto)
     assert result.token_ids == generate(model, prompts, config).token_ids
-    # A trial is eight steps long, and the second one would come 256 steps after the first.
-    assert [row[8] for row in result.num_steps_by_rows] == [8, 8]
+    # A trial is twelve steps long, and the second one would come 256 steps after the first.
+    assert [row[8] for row in result.num_steps_by_rows] == [12, 12]
 
 
 def test_lookahead_stays_where_it_pays():
@@ -114,19 +114,42 @@ def small_state(auto, *, hits, tries, gain=1.0, clock=9):
 def test_the_arm_of_most_tokens_for_its_time_is_planned(hits, costs, arm):
     auto = Auto((2, 4))
     state, tokens, length = small_state(auto, hits=hits, tries=1.0)
-    active = jnp.asarray([True])
-    planned = auto.plan(state, tokens, length, jnp.asarray(costs), active)
+    room = jnp.asarray([99])
+    planned = auto.plan(state, tokens, length, jnp.asarray(costs), room)
     expected = [sum(hits**j for j in range(width + 1)) for width in (0, 2, 4)]
     assert planned.arm[0] == np.argmax(np.array(expected) / costs)
     assert planned.arm[0] == arm or hits == 0.9
     assert planned.draft_tokens[0].tolist() == [4, 1, 2, 3] and planned.num_draft[0, 0] == 4
 
 
+def test_no_more_is_drafted_than_there_is_room_for():
+    auto = Auto((2, 4))
+    state, tokens, length = small_state(auto, hits=0.9, tries=1.0)
+    costs = jnp.asarray([1.0, 1.05, 1.2])
+    arms = [auto.plan(state, tokens, length, costs, jnp.asarray([n])).arm[0] for n in (1, 2, 3, 9)]
+    assert arms == [0, 1, 1, 2]
+
+
+def test_a_trial_that_cannot_win_waits_and_does_not_count():
+    auto = Auto((4,), Lookahead(2, 3, 2))
+    state, tokens, length = small_state(auto, hits=0.99, tries=1.0, clock=0)
+    room, counts = jnp.asarray([99]), jnp.asarray([1], jnp.int32)
+    outcome = Outcome(None, None, None, None, counts)
+    # Five tokens a step: more than the three of lookahead, at what it costs, can be.
+    planned = auto.plan(state, tokens, length, jnp.asarray([1.0, 1.0, 1.2]), room)
+    assert planned.arm[0] == 1
+    learnt = auto.learn(auto.arms[1], planned, outcome, tokens, length)
+    assert (learnt.clock[0], learnt.wait[0]) == (0, planned.wait[0])
+    # Where lookups fail it has its turn.
+    failing = dataclasses.replace(state, hits=jnp.asarray([0.1]))
+    assert auto.plan(failing, tokens, length, jnp.asarray([1.0, 1.0, 1.2]), room).arm[0] == 2
+
+
 def test_without_a_match_nothing_is_drafted():
     auto = Auto((2, 4))
     state, _, length = small_state(auto, hits=1.0, tries=1.0)
     tokens = jnp.arange(12, dtype=jnp.int32)[None]
-    planned = auto.plan(state, tokens, length, jnp.ones(3), jnp.asarray([True]))
+    planned = auto.plan(state, tokens, length, jnp.ones(3), jnp.asarray([99]))
     assert planned.arm[0] == 0 and planned.num_draft[0, 0] == 0
 
 
@@ -137,7 +160,7 @@ def test_without_a_match_nothing_is_drafted():
 def test_what_a_lookup_would_have_foretold_is_learnt(emitted, num_hits, has_miss):
     auto = Auto((2, 4))
     state, tokens, length = small_state(auto, hits=2.0, tries=3.0)
-    state = auto.plan(state, tokens, length, jnp.ones(3), jnp.asarray([True]))
+    state = auto.plan(state, tokens, length, jnp.ones(3), jnp.asarray([99]))
     count = len(emitted)
     tokens = tokens.at[0, 7 : 7 + count].set(jnp.asarray(emitted))
     counts = jnp.asarray([count], jnp.int32)
@@ -153,7 +176,7 @@ def test_what_a_lookup_would_have_foretold_is_learnt(emitted, num_hits, has_miss
 def test_a_finished_row_learns_nothing_and_has_no_say():
     auto = Auto((2, 4))
     state, tokens, length = small_state(auto, hits=2.0, tries=3.0)
-    state = auto.plan(state, tokens, length, jnp.ones(3), jnp.asarray([False]))
+    state = auto.plan(state, tokens, length, jnp.ones(3), jnp.asarray([0]))
     outcome = Outcome(None, None, None, None, jnp.asarray([0], jnp.int32))
     learnt = auto.learn(NoDraft(), state, outcome, tokens, length)
     assert (learnt.hits[0], learnt.tries[0]) == (2.0, 3.0)
@@ -182,6 +205,7 @@ def test_the_cache_stays_in_place():
 def test_costs_are_measured_once_for_a_shape(monkeypatch):
     model, measured = random_model(), []
     measure = step_costs_module._measure
+    seconds = []
 
     def spy(*args, **kwargs):
         measured.append(measure(*args, **kwargs))
@@ -194,8 +218,10 @@ def test_costs_are_measured_once_for_a_shape(monkeypatch):
     num_programs = run_steps._cache_size()
     for prompts in (random_prompts((9,)), random_prompts((30,), seed=1)):
         expected = generate(model, prompts, config).token_ids
-        assert generate(model, prompts, config, auto).token_ids == expected
-    assert len(measured) == 1
+        result = generate(model, prompts, config, auto)
+        assert result.token_ids == expected
+        seconds.append(result.measure_seconds)
+    assert len(measured) == 1 and seconds[0] > 0 == seconds[1]
     assert len(measured[0]) == 3 and measured[0][0] == 1 and min(measured[0]) > 0
     # Costs are no part of a program: to measure them compiles nothing.
     assert run_steps._cache_size() == num_programs + 2  # plain decoding, and all arms

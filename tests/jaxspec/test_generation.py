@@ -117,6 +117,8 @@ WRONG_TYPES = {
     "ngram": (lambda: PromptLookup(ngram_size=2.5), "ngram_size=2.5 is not an integer"),
     "window": (lambda: Lookahead(2.5, 3, 2), "window_size=2.5 is not an integer"),
     "widths": (lambda: Auto(3), "num_draft_tokens=3 is not an ascending, non-empty tuple"),
+    "a drafter for lookahead": (lambda: Auto(lookahead=PromptLookup(3)), "is not a Lookahead"),
+    "one cost": (lambda: Auto(step_costs=2.0), "step_costs=2.0 are not 3 positive numbers"),
     "costs": (
         lambda: Auto(step_costs=(float("nan"), 1.0, 1.0)),
         "step_costs=(nan, 1.0, 1.0) are not 3 positive numbers",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import time
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +17,7 @@ from jaxspec import (
     BlockLayout,
     Difference,
     GenerateConfig,
+    Generation,
     Lookahead,
     NoDraft,
     PromptLookup,
@@ -26,7 +28,7 @@ from jaxspec import (
     generation,
     stream,
 )
-from jaxspec.record import NOT_DRAFTED, Origin, step_record
+from jaxspec.record import NOT_DRAFTED, Origin, TokenRecord, step_record
 from jaxspec.stats import accepted_over_time, comparison
 from tests.jaxspec.models import ScriptedDraft, random_model, random_prompts, score_logits
 
@@ -435,3 +437,37 @@ def test_a_comparison_takes_the_logits_of_the_place_in_question_only():
     assert comparison(row, reference, elsewhere)["first_difference"] == expected
     assert comparison(row, reference)["first_difference"] == expected
     assert comparison(row, row, there)["first_difference"] is None
+
+
+def test_more_drafts_than_there_is_room_for_are_counted_as_the_most():
+    emitted = jnp.zeros((2, 3), jnp.int32)
+    accepted = jnp.asarray([2, 0], jnp.int32)
+    num_draft = jnp.asarray([[3000, 3000], [-1, 2]], jnp.int32)
+    record = step_record(emitted, accepted, num_draft, None, arm=5)
+    origin = Origin.unpack(np.asarray(record.origin))
+    assert origin.num_drafted[:, 0].tolist() == [4095, 2]
+    assert origin.draft_position.tolist() == [[0, 1, -1], [-1, -1, -1]]
+    assert (origin.arm == 5).all()
+
+
+def test_reports_of_many_rows_take_no_time():
+    """Unpacked once, and not for every row of every statistic."""
+    batch_size, capacity = 256, 512
+    origin = np.arange(batch_size * capacity, dtype=np.int32).reshape(batch_size, -1) % 3
+    generation = Generation(
+        tokens=np.zeros((batch_size, capacity), np.int32),
+        lengths=np.full(batch_size, capacity),
+        prompt_lengths=np.zeros(batch_size, np.int64),
+        finish_reasons=("length",) * batch_size,
+        record=TokenRecord(origin, None),
+        num_draft_tokens=2,
+        rows_by_arm=(3,),
+        prefill_seconds=0.0,
+        decode_seconds=0.0,
+        compile_seconds=0.0,
+        measure_seconds=0.0,
+    )
+    started = time.perf_counter()
+    for _ in range(20):
+        assert generation.num_steps.shape == generation.num_drafted.shape == (batch_size,)
+    assert time.perf_counter() - started < 2

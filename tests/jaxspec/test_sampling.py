@@ -131,6 +131,15 @@ def test_extreme_logits_survive_the_filters():
     assert np.flatnonzero(ours[4]).tolist() == [7, 8]
 
 
+@pytest.mark.parametrize("settings", [{"top_k": 1}, {"top_p": 0.3}, {"min_p": 0.1}], ids=str)
+def test_a_nan_stays_and_wins_as_in_an_argmax(settings):
+    logits = np.array([[[1.0, np.nan, 3.0, np.nan]]], np.float32)
+    mode = sampling_mode(GenerateConfig(temperature=1.0, **settings))
+    arrays = params(1, temperature=1.0, **settings)
+    ours = process(logits, arrays, mode, num_valid=None, counts=None)
+    assert np.argmax(ours) == 1 and np.isnan(ours[0, 0, 1])
+
+
 def test_ids_past_the_tokenizer_are_never_drawn():
     model = random_model(num_valid_tokens=50)
     config = GenerateConfig(max_new_tokens=100, temperature=50.0, seed=tuple(range(8)))

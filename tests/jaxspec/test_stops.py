@@ -359,8 +359,8 @@ def unchecked():
         (("a", ""), TOKENIZER, "stop string 1 is empty: expected at least one character"),
         ((3,), TOKENIZER, "stop string 0 is 3, expected a string"),
         (("a\ud800",), TOKENIZER, "stop string 0, 'a\\ud800', is not valid Unicode text"),
-        ("\n\n", TOKENIZER, "stop_strings='\\n\\n' is a string, expected a tuple"),
-        (None, TOKENIZER, "stops=None is not a sequence of strings"),
+        ("\n\n", TOKENIZER, "stop_strings='\\n\\n' is not a tuple of strings"),
+        (None, TOKENIZER, "stop_strings=None is not a tuple of strings"),
     ],
 )
 @pytest.mark.parametrize("call", [generate, stream])

@@ -28,7 +28,7 @@ KEYS = {
     "id", "text", "token_ids", "num_tokens", "num_steps", "mean_accepted_length",
     "accepted_by_position", "accepted_over_time", "num_drafted", "num_steps_by_rows",
     "finish_reason", "prefill_seconds", "decode_seconds", "tokens_per_second", "compile_seconds",
-    "load_seconds", "spec", "settings", "model", "device", "dtype", "version",
+    "load_seconds", "measure_seconds", "spec", "settings", "model", "device", "dtype", "version",
 }  # fmt: skip
 
 
@@ -325,6 +325,7 @@ def test_what_a_rows_drafts_came_to_in_words():
     row = {
         "id": 2,
         "num_steps": 8,
+        "num_drafted": 24,
         "accepted_by_position": [6, 2, 0],
         "accepted_over_time": [1.0, 2.25],
         "num_steps_by_rows": {"4": 8},
