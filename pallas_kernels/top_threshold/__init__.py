@@ -14,9 +14,9 @@ Measure = Literal["count", "mass"]
 def top_threshold(
     logits: Float[Array, "R V"],
     least: Float[Array, "R"],
+    largest: Float[Array, "R"] | None = None,
     *,
     measure: Measure,
-    largest: Float[Array, "R"] | None = None,
     implementation: Implementation | None = None,
 ) -> Float[Array, "R"]:
     """Find the largest threshold whose logits (logit >= threshold) come to at least `least`.
@@ -27,8 +27,8 @@ def top_threshold(
     Args:
         logits: Rows of logits, f32; -inf counts as the smallest value.
         least: With "count" a number of logits; with "mass" a share of the row's softmax.
-        measure: What logits come to.
         largest: The largest logit of each row, where that is known.
+        measure: What logits come to.
         implementation: Form to run, see ``pallas_kernels``.
 
     Returns:

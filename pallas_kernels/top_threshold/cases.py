@@ -18,11 +18,12 @@ class Case:
     is_benchmark: bool = False
 
     def arrays(self, seed: int = 0) -> tuple[np.ndarray, ...]:
-        """Make the op's arrays, logits and least, in f32."""
+        """Make the op's arrays, logits, least and largest, in f32."""
         rng = np.random.default_rng(seed)
         logits = 4 * rng.standard_normal((self.num_rows, self.num_columns), np.float32)
         least = np.full((self.num_rows,), self.least, np.float32)
-        return np.round(8 * logits) / np.float32(8), least
+        logits = np.round(8 * logits) / np.float32(8)
+        return logits, least, logits.max(axis=1)
 
     def settings(self) -> dict[str, Any]:
         """Return the op's static arguments."""

@@ -42,6 +42,7 @@ def test_smoke(command, tmp_path):
         "write_rows",
         "insert_ngrams",
         "lookup_ngrams",
+        "top_threshold",
     }
     assert all(row["jax"] == jax.__version__ for row in rows)
     assert "xla/kernel" in result.output

@@ -45,6 +45,7 @@ def test_public_names():
         "pre_norm",
         "rms_linear",
         "rms_swiglu",
+        "top_threshold",
         "verify_greedy",
         "write_rows",
     ]

@@ -29,8 +29,8 @@ def kept_by_sorting(row, least, measure):
 def test_cases_match_sorting(implementation, case):
     if implementation == "interpret" and case.num_rows * case.num_columns > 200_000:
         pytest.skip("too slow to interpret")
-    logits, least = case.arrays()
-    actual = run(logits, least, measure=case.measure, implementation=implementation)
+    logits, *rest = case.arrays()
+    actual = run(logits, *rest, measure=case.measure, implementation=implementation)
     expected = [kept_by_sorting(row, case.least, case.measure) for row in logits]
     np.testing.assert_array_equal(actual, np.array(expected, np.float32))
 
