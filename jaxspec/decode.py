@@ -11,37 +11,28 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from jaxspec.cache import (
-    KVCache,
-    commit_block,
-    committed_rows,
-    init_cache,
-    write_block,
-)
+from jaxspec.cache import KVCache, committed_rows, write_block
+from jaxspec.commit import commit, room_of
 from jaxspec.drafters import Auto, Drafter, Outcome, Proposal
-from jaxspec.drafters.protocol import Leaf
 from jaxspec.layout import BlockLayout
 from jaxspec.model import FlatModel, Qwen3, whole_model
-from jaxspec.record import TokenRecord, emitted_logits, init_record, step_record
+from jaxspec.record import emitted_logits, step_record
 from jaxspec.sampling import (
     SamplingMode,
-    SamplingParams,
     add_noise,
     early_eos,
     prefix_counts,
     process_logits,
 )
+from jaxspec.state import UNFINISHED, DecodeState, Request
 from jaxspec.verify import verify
 from pallas_kernels.dispatch import Implementation
 
 GREEDY = SamplingMode()
-UNFINISHED, FINISHED_BY_EOS, FINISHED_BY_LENGTH, FINISHED_BY_STOP = range(4)
-NO_END = 2**31 - 1
 # A GPU then runs the loop as one CUDA graph and does not ask the host after every step: XLA's own
 # list, with the two that make up a loop; XLA otherwise makes no graph of fewer than 5 operations.
 LOOP_OPTIONS = {
@@ -51,86 +42,6 @@ LOOP_OPTIONS = {
 }
 # Prefill has few and long kernels: to make a graph of them takes longer than it saves.
 PREFILL_OPTIONS = {"xla_gpu_graph_min_graph_size": 2**30}
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Request:
-    """What varies from call to call, as arrays.
-
-    Attributes:
-      prompt_length: i32[B] tokens of each prompt.
-      max_new_tokens: i32[B] most tokens to emit.
-      min_new_tokens: i32[B] tokens before which no EOS is picked.
-      eos_ids: i32[E] ids that end a text; unused entries hold -1.
-      seed: u32[B] seed of each row's random streams.
-      sampling: settings of each row.
-      step_costs: f32[A] relative time of a step of each arm of `Auto`; one 1 for other drafters.
-    """
-
-    prompt_length: Leaf
-    max_new_tokens: Leaf
-    min_new_tokens: Leaf
-    eos_ids: Leaf
-    seed: Leaf
-    sampling: SamplingParams
-    step_costs: Leaf
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class DecodeState:
-    """What one step hands to the next.
-
-    Attributes:
-      tokens: i32[B, P] prompt and output; only the first `length` of a row are known.
-      length: i32[B] known tokens; the K/V of all but the last are cached.
-      finish: i32[B], one of UNFINISHED, FINISHED_BY_EOS, FINISHED_BY_LENGTH, FINISHED_BY_STOP.
-      num_steps: i32[B] steps in which the row was unfinished.
-      record: how each token came about.
-      cache: the KV cache.
-      drafter: the drafter's state.
-    """
-
-    tokens: Leaf
-    length: Leaf
-    finish: Leaf
-    num_steps: Leaf
-    record: TokenRecord
-    cache: Any
-    drafter: Any
-
-
-@functools.partial(jax.jit, static_argnames=("drafter", "num_logprobs"))
-def init_state(
-    model: Qwen3 | FlatModel,
-    tokens: jax.Array,
-    request: Request,
-    *,
-    drafter: Drafter | Auto,
-    num_logprobs: int | None = None,
-) -> DecodeState:
-    """Return the state of fresh texts, the cache empty.
-
-    Args:
-      model: the target model.
-      tokens: i32[B, P] prompts, padded to the capacity P of text and cache.
-      request: the call's arrays.
-      drafter: how drafts are made.
-      num_logprobs: alternatives to keep logits of; None = keep none, not even the token's.
-    """
-    model = whole_model(model)
-    batch_size, capacity = tokens.shape
-    zeros = jnp.zeros((batch_size,), jnp.int32)
-    return DecodeState(
-        tokens=tokens,
-        length=request.prompt_length,
-        finish=zeros,
-        num_steps=zeros,
-        record=init_record(batch_size, capacity, num_logprobs),
-        cache=init_cache(model.config, batch_size=batch_size, capacity=capacity, dtype=model.dtype),
-        drafter=drafter.init(tokens, request.prompt_length, jax.vmap(jax.random.key)(request.seed)),
-    )
 
 
 @functools.partial(
@@ -215,7 +126,7 @@ def decode_step_of_arm(
 def plan_step(state: DecodeState, request: Request, drafter: Auto) -> DecodeState:
     """Let `Auto` choose the arm of the next step."""
     with jax.named_scope("plan"):
-        room = _room(state, request)
+        room = room_of(state, request)
         room = jnp.where(state.finish == UNFINISHED, room, 0)
         memory = drafter.plan(state.drafter, state.tokens, state.length, request.step_costs, room)
     return dataclasses.replace(state, drafter=memory)
@@ -322,106 +233,6 @@ def sample_scores(
     if mode.is_sampled:
         scores = add_noise(scores, request.sampling, request.seed, state.length, layout)
     return scores
-
-
-def commit(
-    state: DecodeState,
-    outcome: Outcome,
-    request: Request,
-    layout: BlockLayout,
-    block: KVCache,
-    emitted: jax.Array,
-    fresh: TokenRecord,
-    kernels: Implementation | None = None,
-) -> tuple[DecodeState, Outcome]:
-    """Append the agreed tokens to each text, clipped at EOS, budget and capacity.
-
-    Args:
-      state: the state before the step.
-      outcome: the verifier's, not clipped yet.
-      request: the call's arrays.
-      layout: the block's layout.
-      block: the block's own K/V, per layer.
-      emitted: i32[B, W] what the best candidate's rows picked.
-      fresh: what is recorded of `emitted`, W places.
-      kernels: kernel implementation, None = the best available.
-
-    Returns:
-      The new state but for the drafter's part, and the outcome with `num_emitted` clipped.
-    """
-    is_active = state.finish == UNFINISHED
-    eos_end = _first_eos_end(emitted, request.eos_ids)
-    room = _room(state, request)
-    num_emitted = jnp.minimum(jnp.minimum(outcome.num_accepted + 1, eos_end), room)
-    num_emitted = jnp.where(is_active, num_emitted, 0)
-    finish = jnp.where(num_emitted == room, FINISHED_BY_LENGTH, UNFINISHED)
-    finish = jnp.where(eos_end <= num_emitted, FINISHED_BY_EOS, finish)
-    # One kernel computes these from the old counts, and the rest follows from them. Were the old
-    # counts read elsewhere too, each would be copied before it is overwritten.
-    num_emitted, length, finish, num_steps = jax.lax.optimization_barrier(
-        (
-            num_emitted,
-            state.length + num_emitted,
-            jnp.where(is_active, finish, state.finish),
-            state.num_steps + is_active.astype(jnp.int32),
-        )
-    )
-    start = length - num_emitted
-
-    cache = commit_block(
-        state.cache,
-        block,
-        layout,
-        num_cached=start - 1,
-        best_candidate=outcome.best_candidate,
-        num_emitted=num_emitted,
-        kernels=kernels,
-    )
-    new_state = dataclasses.replace(
-        state,
-        tokens=_append(state.tokens, start, emitted, num_emitted),
-        length=length,
-        finish=finish,
-        num_steps=num_steps,
-        record=jax.tree.map(
-            lambda old, new: _append(old, start, new, num_emitted), state.record, fresh
-        ),
-        cache=cache,
-    )
-    return new_state, dataclasses.replace(outcome, num_emitted=num_emitted)
-
-
-def _room(state: DecodeState, request: Request) -> jax.Array:
-    """Return i32[B], the tokens that each row's budget and capacity leave."""
-    budget = request.max_new_tokens - (state.length - request.prompt_length)
-    return jnp.minimum(budget, state.tokens.shape[1] - state.length)
-
-
-def _first_eos_end(emitted: jax.Array, eos_ids: jax.Array) -> jax.Array:
-    """Return i32[B], the number of tokens up to the first EOS, that one included.
-
-    Far more than a text holds where there is none. Short blocks are unrolled: small reductions
-    would be kernels of their own, elementwise operations join their users.
-    """
-    is_eos = functools.reduce(jnp.logical_or, [emitted == eos_id for eos_id in eos_ids])
-    if emitted.shape[1] > 32:
-        return jnp.min(jnp.where(is_eos, jnp.arange(1, emitted.shape[1] + 1)[None], NO_END), axis=1)
-    end = jnp.full(emitted.shape[:1], NO_END, jnp.int32)
-    for offset in reversed(range(emitted.shape[1])):
-        end = jnp.where(is_eos[:, offset], offset + 1, end)
-    return end
-
-
-def _append(
-    values: jax.Array, length: jax.Array, new: jax.Array, num_emitted: jax.Array
-) -> jax.Array:
-    """Return [B, P, ...] with the first `num_emitted` of each row's W new entries at its end."""
-    offset = jnp.arange(values.shape[1])[None] - length[:, None]
-    is_new = (offset >= 0) & (offset < num_emitted[:, None])
-    index = jnp.clip(offset, 0, new.shape[1] - 1)
-    more = (1,) * (values.ndim - 2)
-    index, is_new = index.reshape(*index.shape, *more), is_new.reshape(*is_new.shape, *more)
-    return jnp.where(is_new, jnp.take_along_axis(new, index, axis=1), values)
 
 
 @functools.partial(

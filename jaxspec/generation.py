@@ -14,19 +14,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxspec.config import GenerateConfig, Qwen3Config
-from jaxspec.decode import (
-    FINISHED_BY_STOP,
-    DecodeState,
-    Request,
-    init_state,
-    prefill,
-    run_steps,
-)
+from jaxspec.decode import prefill, run_steps
 from jaxspec.drafters import Auto, Drafter, NoDraft
 from jaxspec.layout import check_count
 from jaxspec.model import FlatModel, Qwen3
 from jaxspec.result import Generation, to_host
 from jaxspec.sampling import SamplingMode, SamplingParams
+from jaxspec.state import FINISHED_BY_STOP, DecodeState, Request, init_state
 from jaxspec.step_costs import with_step_costs
 from jaxspec.text import StopSearch
 

@@ -10,15 +10,15 @@ from typing import Literal
 import jax
 import numpy as np
 
-from jaxspec.decode import (
+from jaxspec.drafters import Auto, Drafter
+from jaxspec.record import NOT_DRAFTED, Origin, TokenRecord
+from jaxspec.state import (
     FINISHED_BY_EOS,
     FINISHED_BY_LENGTH,
     FINISHED_BY_STOP,
     DecodeState,
     Request,
 )
-from jaxspec.drafters import Auto, Drafter
-from jaxspec.record import NOT_DRAFTED, Origin, TokenRecord
 
 FinishReason = Literal["eos", "stop", "length"]
 _FINISH_REASONS: dict[int, FinishReason] = {

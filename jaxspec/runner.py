@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxspec.config import GenerateConfig
-from jaxspec.decode import DecodeState, Request, init_state, prefill, run_steps
+from jaxspec.decode import prefill, run_steps
 from jaxspec.drafters import Auto, Drafter, NoDraft
 from jaxspec.generation import (
     capacity_for,
@@ -24,6 +24,7 @@ from jaxspec.generation import (
 )
 from jaxspec.model import FlatModel, Qwen3
 from jaxspec.result import to_host
+from jaxspec.state import DecodeState, Request, init_state
 from jaxspec.step_costs import with_step_costs
 
 

@@ -10,10 +10,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxspec.decode import Request, init_state, run_steps
+from jaxspec.decode import run_steps
 from jaxspec.drafters import Auto, Drafter
 from jaxspec.model import FlatModel
 from jaxspec.sampling import SamplingMode
+from jaxspec.state import Request, init_state
 
 _NUM_STEPS, _NUM_RUNS = 4, 2
 _MOST_SHAPES = 256

@@ -15,9 +15,10 @@ from shapes import matrix_parameters
 from step_bench import Bench
 
 from jaxspec import GenerateConfig, NoDraft, Qwen3
-from jaxspec.decode import Request, init_state, prefill, run_steps
+from jaxspec.decode import prefill, run_steps
 from jaxspec.generation import make_request, prefill_chunks
 from jaxspec.model import FlatModel
+from jaxspec.state import Request, init_state
 
 Row = dict[str, Any]
 

@@ -14,9 +14,10 @@ from shapes import random_array
 
 from jaxspec import Auto, Drafter, GenerateConfig, Qwen3
 from jaxspec.cache import KVCache
-from jaxspec.decode import DecodeState, Request, init_state, run_steps
+from jaxspec.decode import run_steps
 from jaxspec.generation import make_request, sampling_mode, with_kernels
 from jaxspec.model import FlatModel
+from jaxspec.state import DecodeState, Request, init_state
 
 
 @dataclasses.dataclass(frozen=True)

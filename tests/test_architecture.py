@@ -27,6 +27,8 @@ ORDER = (
     "sampling",
     "verify",
     "record",
+    "state",
+    "commit",
     "decode",
     "result",
     "step_costs",

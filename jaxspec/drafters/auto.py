@@ -1,4 +1,4 @@
-"""Speculation that does not lose: the drafter and the width of a block are chosen every step."""
+"""The drafter and the width of a block, chosen in every step by what has paid."""
 
 from __future__ import annotations
 
@@ -175,8 +175,8 @@ class Auto:
         drafted = jnp.minimum(widths[None], useful).astype(jnp.float32)
         gain = (1.0 - chance ** (drafted + 1.0)) / (1.0 - chance)
         if self.lookahead is not None:
-            most = jnp.minimum(state.gain, room.astype(jnp.float32))
-            gain = jnp.concatenate([gain, most[:, None]], axis=1)
+            of_lookahead = jnp.minimum(state.gain, room.astype(jnp.float32))
+            gain = jnp.concatenate([gain, of_lookahead[:, None]], axis=1)
         value = jnp.sum(jnp.where(is_active[:, None], gain, 0.0), axis=0) / costs
         arm = jnp.argmax(value).astype(jnp.int32)
         if self.lookahead is not None:
@@ -232,11 +232,8 @@ class Auto:
             return state
         is_lookahead = isinstance(arm, Lookahead)
         # A trial that is due waits for its turn; its steps are those that lookahead ran.
-        clock = (
-            state.clock - 1
-            if is_lookahead
-            else jnp.where(state.clock > 0, state.clock - 1, state.clock)
-        )
+        has_moved = is_lookahead | (state.clock > 0)
+        clock = state.clock - has_moved.astype(jnp.int32)
         is_over = clock <= -_TRIAL_STEPS
         longer = jnp.minimum(state.wait * _WAIT_GROWTH, _LONGEST_WAIT)
         state = dataclasses.replace(

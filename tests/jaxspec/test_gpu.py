@@ -11,9 +11,10 @@ import pytest
 from flax import nnx
 
 from jaxspec import Auto, GenerateConfig, Lookahead, NoDraft, PromptLookup, Qwen3, generate
-from jaxspec.decode import init_state, prefill, run_steps
+from jaxspec.decode import prefill, run_steps
 from jaxspec.drafters import make_drafter
 from jaxspec.generation import make_request
+from jaxspec.state import init_state
 from tests.jaxspec.models import random_model, random_prompts
 
 pytestmark = pytest.mark.gpu

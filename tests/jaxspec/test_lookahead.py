@@ -11,10 +11,11 @@ import pytest
 
 from jaxspec import GenerateConfig, Lookahead, NoDraft, generate
 from jaxspec.cache import init_cache
-from jaxspec.decode import decode_step, init_state, prefill
+from jaxspec.decode import decode_step, prefill
 from jaxspec.drafters import ngram_pool
 from jaxspec.drafters.lookahead import LookaheadState
 from jaxspec.generation import make_request
+from jaxspec.state import init_state
 from tests.jaxspec.models import random_model, random_prompts, smallest_gap
 
 SETTINGS = [(1, 2, 1), (2, 3, 2), (3, 2, 4), (1, 5, 1), (4, 4, 1), (7, 5, 7), (15, 5, 15)]

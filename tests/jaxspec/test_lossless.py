@@ -10,9 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxspec import GenerateConfig, Lookahead, NoDraft, PromptLookup, generate, stream
-from jaxspec.decode import init_state, prefill, run_steps
+from jaxspec.decode import prefill, run_steps
 from jaxspec.drafters import DEFAULT_SETTINGS, DRAFTERS, make_drafter
 from jaxspec.generation import make_request
+from jaxspec.state import init_state
 from pallas_kernels import dispatch
 from tests.jaxspec.models import ScriptedDraft, random_model, random_prompts, smallest_gap
 

@@ -10,8 +10,9 @@ import jax.numpy as jnp
 import pytest
 
 from jaxspec import GenerateConfig, Lookahead, NoDraft, PromptLookup, generate, stream
-from jaxspec.decode import init_state, prefill, run_steps
+from jaxspec.decode import prefill, run_steps
 from jaxspec.generation import capacity_for, make_request
+from jaxspec.state import init_state
 from tests.jaxspec.models import random_model, random_prompts
 
 DRAFTERS = [NoDraft(), PromptLookup(num_draft_tokens=7), Lookahead(2, 3, 2)]

@@ -26,7 +26,7 @@ from jaxspec import (
     generation,
     stream,
 )
-from jaxspec.decode import FINISHED_BY_STOP, UNFINISHED
+from jaxspec.state import FINISHED_BY_STOP, UNFINISHED
 from jaxspec.text import decode, decode_until_stop
 from tests.jaxspec.models import ScriptedDraft, random_model, random_prompts, score_logits
 
