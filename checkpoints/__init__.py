@@ -14,6 +14,7 @@ from checkpoints.hub import find_directory
 from checkpoints.huggingface import load_model, load_weights, save
 from checkpoints.tokenizer import load_tokenizer, with_tokenizer
 from jaxspec.model import Qwen3
+from jaxspec.sharding import check_mesh
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -47,7 +48,8 @@ def load(
     Args:
       path: the directory, or the id of a model on the Hugging Face hub such as
         "Qwen/Qwen3-0.6B"; a directory of that name goes first.
-      mesh: devices to spread the parameters over; None = all on the default device.
+      mesh: devices to spread the parameters over, with axes `data` and `model`; None = all on the
+        default device.
       dtype: of the parameters; None = that of the stored weights.
 
     Returns:
@@ -57,10 +59,11 @@ def load(
       FileNotFoundError: the directory or a file it needs does not exist.
       MemoryError: the devices cannot hold the parameters.
       OSError: a file cannot be read, or the model cannot be downloaded.
-      ValueError: a file is malformed or the model is not supported; one line names file and field.
+      ValueError: a file is malformed, the model is not supported or cannot be spread over the
+        mesh; one line names file and field.
     """
     if mesh is not None:
-        raise ValueError("mesh: sharded loading is not available yet")
+        check_mesh(mesh)
     directory = find_directory(path)
     config = read_config(directory)
     tokenizer = load_tokenizer(directory)
@@ -69,4 +72,4 @@ def load(
             config = with_tokenizer(config, tokenizer)
         except ValueError as error:
             raise ValueError(f"{directory}: tokenizer: {error}") from None
-    return load_weights(directory, config, dtype=dtype), tokenizer
+    return load_weights(directory, config, dtype=dtype, mesh=mesh), tokenizer

@@ -61,6 +61,8 @@ def copy(target: np.ndarray, source: np.ndarray) -> None:
 
 def _blocks(target: np.ndarray, source: np.ndarray) -> Iterator[tuple]:
     """Yield indices that cover the arrays: rows, or blocks of rows and columns to transpose."""
+    if not target.size:
+        return
     if target.flags.c_contiguous and source.flags.c_contiguous:
         step = max(1, _STRAIGHT_BLOCK_BYTES * target.shape[0] // target.nbytes)
         for row in range(0, target.shape[0], step):

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
+import math
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import jax
 import numpy as np
 from flax import nnx
-from jax.sharding import Sharding
+from jax.sharding import Mesh
 
 from checkpoints.arrays import checked_dtype, copy, empty
-from checkpoints.config_files import read_config, write_config
+from checkpoints.config_files import CONFIG_FILE, read_config, write_config
 from checkpoints.directories import written_beside
 from checkpoints.key_table import EMBEDDING, HEAD, Key, get_parameter, iterate_keys
 from checkpoints.safetensors_io import StoredTensor, TensorToWrite
@@ -21,50 +23,70 @@ from checkpoints.shards import write_weights
 from checkpoints.store import open_tensors
 from jaxspec.config import Qwen3Config
 from jaxspec.model import Qwen3
+from jaxspec.sharding import check_mesh, from_parts, model_size, shard_config, shard_ranges
 
 
 def load_model(
-    directory: str | os.PathLike[str], *, dtype: jax.typing.DTypeLike | None = None
+    directory: str | os.PathLike[str],
+    *,
+    dtype: jax.typing.DTypeLike | None = None,
+    mesh: Mesh | None = None,
 ) -> Qwen3:
     """Load a Qwen3 from a Hugging Face or converted directory.
 
     Memory in use beyond the weights themselves stays below one parameter: files are mapped, and
-    one fused parameter at a time is assembled on the host.
+    one fused parameter at a time is assembled on the host, each device's part by itself. A process
+    copies only what its own devices hold.
 
     Args:
       directory: holds `config.json` and either safetensors weights, one file or shards with an
         index, or what `convert` makes of them.
       dtype: of the parameters: float32, bfloat16 or float16; None = that of the stored weights
         (float32, which holds them all, where they differ).
+      mesh: devices to spread the parameters over, with axes `data` and `model`; None = all on the
+        default device.
 
     Raises:
       FileNotFoundError: the directory, its configuration or its weights do not exist.
       MemoryError: the devices cannot hold the parameters.
       OSError: a file cannot be read.
-      ValueError: a file is malformed, a tensor is missing, unknown or of the wrong shape, or the
-        model is not a supported dense Qwen3.
+      ValueError: a file is malformed, a tensor is missing, unknown or of the wrong shape, the
+        model is not a supported dense Qwen3, or it cannot be spread over the mesh.
     """
     directory = Path(directory)
-    return load_weights(directory, read_config(directory), dtype=dtype)
+    return load_weights(directory, read_config(directory), dtype=dtype, mesh=mesh)
 
 
 def load_weights(
-    directory: Path, config: Qwen3Config, *, dtype: jax.typing.DTypeLike | None = None
+    directory: Path,
+    config: Qwen3Config,
+    *,
+    dtype: jax.typing.DTypeLike | None = None,
+    mesh: Mesh | None = None,
 ) -> Qwen3:
     """Load the weights of a directory whose configuration has been read; see `load_model`."""
     wanted = None if dtype is None else checked_dtype(dtype)
+    if mesh is not None:
+        check_mesh(mesh)
+    try:
+        shape = shard_config(config, model_size(mesh))
+    except ValueError as error:
+        raise ValueError(f"{directory / CONFIG_FILE}: {error}") from None
     tensors = open_tensors(directory)
     check_tensors(directory, tensors, config)
     if wanted is None:
         stored = {tensor.dtype for tensor in tensors.values()}
         wanted = stored.pop() if len(stored) == 1 else np.dtype(np.float32)
-    model = nnx.eval_shape(lambda: Qwen3(config, dtype=wanted, rngs=nnx.Rngs(0)))
+    # Until its values come, a model of one device's parts.
+    model = nnx.eval_shape(lambda: Qwen3(shape, dtype=wanted, rngs=nnx.Rngs(0)))
     for path, keys in itertools.groupby(iterate_keys(config), key=lambda key: key.parameter):
         parameter = get_parameter(model, path)
-        # No name for the host's copy, which would keep it while the next one is assembled.
-        parameter.set_value(
-            _place(path, _assemble(tensors, list(keys), config, parameter.shape, wanted))
+        part = functools.partial(
+            assemble, tensors, list(keys), config, model_size(mesh), parameter.shape, wanted
         )
+        num_bytes = math.prod(parameter.shape) * wanted.itemsize
+        parameter.set_value(_place(path, part, num_bytes, mesh))
+    model.config, model.mesh = config, mesh
     return model
 
 
@@ -119,34 +141,74 @@ def _check_tied(embedding: StoredTensor, head: StoredTensor) -> None:
         )
 
 
-def _assemble(
+def assemble(
     tensors: Mapping[str, StoredTensor],
-    keys: list[Key],
+    keys: Sequence[Key],
     config: Qwen3Config,
+    num_parts: int,
     shape: tuple[int, ...],
     dtype: np.dtype,
+    index: int,
 ) -> np.ndarray:
-    """Return one parameter, its parts copied from the mapped tensors and converted."""
+    """Return one device's part of one parameter, copied from the mapped tensors and converted.
+
+    Args:
+      tensors: of the checkpoint.
+      keys: of the parameter.
+      config: the whole model.
+      num_parts: parts that the model is split into.
+      shape: of the part; rows past the end of the vocabulary are zeros.
+      dtype: of the part.
+      index: which part it is.
+
+    Raises:
+      ValueError: a weight does not fit float16.
+    """
     value = empty(shape, dtype)
+    part_config = shard_config(config, num_parts)
+    ranges = shard_ranges(config, num_parts, index)
     for key in keys:
         stored = tensors[key.stored]
-        target = key.view(value, config)
+        source = key.stored_part(stored.read(), config, ranges)
+        target = _first_of(key.view(value, part_config), source.shape)
         try:
-            copy(target, stored.read().reshape(target.shape))
+            copy(target, source)
         except OverflowError as error:
             raise ValueError(f"{stored.path}: tensor {key.stored!r} {error}") from None
     return value
 
 
-def _place(path: str, value: np.ndarray, sharding: Sharding | None = None) -> jax.Array:
-    """Move one parameter to the devices and wait, so that its host copy can be freed."""
+def _first_of(array: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+    """Return a view of an array without its padding."""
+    return array[tuple(slice(size) for size in shape)]
+
+
+def _place(
+    path: str, part: Callable[[int], np.ndarray], num_bytes: int, mesh: Mesh | None
+) -> jax.Array:
+    """Move one parameter to the devices and wait, so that its host copies can be freed.
+
+    Args:
+      path: of the parameter.
+      part: returns the host's copy of one part of it, which must have no other name: that would
+        keep it while the next parameter is assembled.
+      num_bytes: of a part.
+      mesh: the devices, None = the default one.
+
+    Raises:
+      MemoryError: a device cannot hold its part.
+    """
     try:
-        return jax.block_until_ready(jax.device_put(value, sharding))
+        if mesh is None:
+            value = jax.device_put(part(0))
+        else:
+            value = from_parts(mesh, path.split(".")[-1], part)
+        return jax.block_until_ready(value)
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
         raise MemoryError(
-            f"out of device memory at parameter {path!r} ({value.nbytes} bytes): load in a smaller "
+            f"out of device memory at parameter {path!r} ({num_bytes} bytes): load in a smaller "
             "dtype, or give JAX more memory with XLA_PYTHON_CLIENT_MEM_FRACTION (default 0.75) or "
             "XLA_PYTHON_CLIENT_PREALLOCATE=false"
         ) from None
@@ -161,7 +223,8 @@ def save(
 ) -> None:
     """Save a model as a Hugging Face directory that transformers v4.51 and later load.
 
-    The directory appears complete or not at all: everything is written beside it first.
+    The directory appears complete or not at all: everything is written beside it first. It does
+    not show whether the model was spread over a mesh.
 
     Args:
       model: the model; a tied head is not stored.
@@ -172,12 +235,17 @@ def save(
     Raises:
       FileExistsError: the directory exists and is not empty.
       OSError: a file cannot be written.
-      ValueError: `dtype` or `max_shard_bytes` is out of range, or a weight does not fit float16.
+      ValueError: `dtype` or `max_shard_bytes` is out of range, a weight does not fit float16, or
+        the model is spread over devices of several processes.
     """
     directory = Path(directory)
     stored_dtype = checked_dtype(model.dtype if dtype is None else dtype)
     if max_shard_bytes < 1:
         raise ValueError(f"max_shard_bytes={max_shard_bytes} is not at least 1")
+    if model.mesh is not None and not model.embed_tokens[...].is_fully_addressable:
+        raise ValueError(
+            "the model is spread over devices of several processes: load it in one to save it"
+        )
     tensors = [_to_write(model, key, stored_dtype) for key in iterate_keys(model.config)]
     with written_beside(directory) as temporary:
         write_config(model.config, temporary, dtype_name=stored_dtype.name)
@@ -185,16 +253,29 @@ def save(
 
 
 def _to_write(model: Qwen3, key: Key, dtype: np.dtype) -> TensorToWrite:
-    shape = key.shape(model.config)
+    config, num_parts = model.config, model_size(model.mesh)
+    shape = key.shape(config)
+    part_config = shard_config(config, num_parts)
 
     def produce() -> np.ndarray:
-        parameter = np.asarray(get_parameter(model, key.parameter)[...])
-        source = key.view(parameter, model.config)
-        value = empty(source.shape, dtype)
-        try:
-            copy(value, source)
-        except OverflowError as error:
-            raise ValueError(f"tensor {key.stored!r} {error}") from None
-        return value.reshape(shape)
+        parameter = get_parameter(model, key.parameter)[...]
+        value = empty(shape, dtype)
+        for index in range(num_parts):
+            target = key.stored_part(value, config, shard_ranges(config, num_parts, index))
+            source = key.view(_host_part(parameter, model.mesh, index), part_config)
+            try:
+                copy(target, _first_of(source, target.shape))
+            except OverflowError as error:
+                raise ValueError(f"tensor {key.stored!r} {error}") from None
+        return value
 
     return TensorToWrite(key.stored, shape, dtype, produce)
+
+
+def _host_part(parameter: jax.Array, mesh: Mesh | None, index: int) -> np.ndarray:
+    """Return the host's copy of what the devices of one place of a model hold of a parameter."""
+    if mesh is None:
+        return np.asarray(parameter)
+    device = mesh.devices[0, index]
+    shards = parameter.addressable_shards
+    return np.asarray(next(shard.data for shard in shards if shard.device == device))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -46,6 +46,21 @@ class Key:
         """Return a view of our parameter with the stored axes, unmerged."""
         part = self.part(parameter, config.num_query_groups)
         return part.transpose([self.axes.index(letter) for letter in "".join(self.stored_axes)])
+
+    def stored_part(
+        self, tensor: np.ndarray, config: Qwen3Config, ranges: Mapping[str, slice]
+    ) -> np.ndarray:
+        """Return a view of a part of the stored tensor, its axes unmerged.
+
+        Args:
+          tensor: as stored.
+          config: the model that it is of.
+          ranges: slices of axis letters; of the others it is everything.
+        """
+        sizes = _axis_sizes(config)
+        letters = "".join(self.stored_axes)
+        unmerged = tensor.reshape([sizes[letter] for letter in letters])
+        return unmerged[tuple(ranges.get(letter, slice(None)) for letter in letters)]
 
     def at(self, layer: int) -> Key:
         """Return the key of one layer."""

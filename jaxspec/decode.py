@@ -11,15 +11,18 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxspec.cache import KVCache, committed_rows, write_block
 from jaxspec.commit import commit, room_of
+from jaxspec.config import Qwen3Config
 from jaxspec.drafters import Auto, Drafter, Outcome, Proposal
 from jaxspec.layout import BlockLayout
-from jaxspec.model import FlatModel, Qwen3, whole_model
+from jaxspec.model import FlatModel, Qwen3, over_mesh, whole_model
 from jaxspec.record import emitted_logits, step_record
 from jaxspec.sampling import (
     SamplingMode,
@@ -28,7 +31,15 @@ from jaxspec.sampling import (
     prefix_counts,
     process_logits,
 )
-from jaxspec.state import UNFINISHED, DecodeState, Request
+from jaxspec.sharding import ModelAxis, model_size
+from jaxspec.state import (
+    REQUEST_SPECS,
+    SCALAR,
+    STATE_SPECS,
+    UNFINISHED,
+    DecodeState,
+    Request,
+)
 from jaxspec.verify import verify
 from pallas_kernels.dispatch import Implementation
 
@@ -63,7 +74,18 @@ def prefill(
     One program serves all prompt lengths up to the capacity. Shorter rows write garbage past
     their end, to slots that decoding overwrites before it reads them.
     """
-    whole = whole_model(model)
+    fill = functools.partial(_prefill, chunk_size=chunk_size, kernels=kernels)
+    return over_mesh(fill, model, (STATE_SPECS, SCALAR), STATE_SPECS)(state, num_chunks)
+
+
+def _prefill(
+    model: Qwen3,
+    state: DecodeState,
+    num_chunks: jax.Array,
+    *,
+    chunk_size: int,
+    kernels: Implementation | None,
+) -> DecodeState:
     layout = BlockLayout.linear(chunk_size, has_logits=False)
     batch_size, capacity = state.tokens.shape
 
@@ -72,7 +94,7 @@ def prefill(
         positions = jnp.minimum(start + jnp.arange(chunk_size), capacity - 1)
         block_tokens = jnp.take(state.tokens, positions, axis=1)
         num_cached = jnp.broadcast_to(start, (batch_size,))
-        _, block = whole.hidden_states(block_tokens, num_cached, cache, layout, kernels)
+        _, block = model.hidden_states(block_tokens, num_cached, cache, layout, kernels)
         # Positions past the prompt are written only where all keys are finite. They are garbage
         # either way; that the writes wait for the last layer's keys orders them after every read
         # of the cache, so that they happen in place.
@@ -147,14 +169,22 @@ def feed(
 
     `arm` goes into the record of the tokens.
     """
-    num_valid = model.config.num_valid_tokens
+    config, axis = model.config, model.axis
     with jax.named_scope("forward"):
         logits, block = model(proposal.block_tokens, state.length - 1, state.cache, layout, kernels)
     with jax.named_scope("sample"):
-        scores = sample_scores(logits, proposal, state, request, layout, mode, num_valid, kernels)
+        scores = sample_scores(
+            logits, proposal, state, request, layout, mode, config, axis, kernels
+        )
     with jax.named_scope("verify"):
         outcome = verify(
-            logits, proposal, layout, scores=scores, num_valid=num_valid, implementation=kernels
+            logits,
+            proposal,
+            layout,
+            scores=scores,
+            num_valid=num_valid_of(config, axis),
+            axis=axis,
+            implementation=kernels,
         )
     with jax.named_scope("commit"):
         rows = committed_rows(layout, outcome.best_candidate)
@@ -170,7 +200,9 @@ def feed(
                 rows,
                 layout,
                 num_top=state.record.logits.top_ids.shape[-1],
-                num_valid=num_valid,
+                num_valid=config.num_valid_tokens,
+                num_ids=config.vocab_size,
+                axis=axis,
             )
         fresh = step_record(emitted, outcome.num_accepted, proposal.num_draft, kept, arm=arm)
         return commit(state, outcome, request, layout, block, emitted, fresh, kernels)
@@ -192,6 +224,13 @@ def check_proposal(proposal: Proposal, drafter: Drafter, batch_size: int) -> Non
             )
 
 
+def num_valid_of(config: Qwen3Config, axis: ModelAxis) -> int | None:
+    """Return the id from which on none is picked, None if all may be."""
+    if axis.size > 1 and config.num_valid_tokens is None:
+        return config.vocab_size  # what follows is padding
+    return config.num_valid_tokens
+
+
 def sample_scores(
     logits: jax.Array,
     proposal: Proposal,
@@ -199,12 +238,21 @@ def sample_scores(
     request: Request,
     layout: BlockLayout,
     mode: SamplingMode,
-    num_valid: int | None,
+    config: Qwen3Config,
+    axis: ModelAxis,
     kernels: Implementation | None,
 ) -> jax.Array | None:
-    """Return f32[B, R, V] whose argmax is the token to pick, or None where logits are that."""
+    """Return scores whose argmax is the token to pick, or None where logits are that.
+
+    f32[B, R, V]; where devices share the model, each has whole rows instead of its part of all of
+    them: f32[R', 1, V], row after row of the batch.
+    """
     if mode == GREEDY:
         return None
+    batch_size, num_rows = logits.shape[:2]
+    num_ids = config.vocab_size
+    depth = np.asarray(layout.depth, np.int32)[list(layout.logit_rows)]
+    positions = state.length[:, None] + depth[None]
     counts = None
     if mode.has_penalties:
         counts = prefix_counts(
@@ -213,35 +261,40 @@ def sample_scores(
             request.prompt_length,
             proposal.block_tokens,
             layout,
-            logits.shape[-1],
+            num_ids,
         )
     is_banned = None
     if mode.has_minimum:
-        num_emitted = state.length - request.prompt_length
-        is_banned = early_eos(
-            request.eos_ids, num_emitted, request.min_new_tokens, layout, logits.shape[-1]
-        )
+        num_emitted = positions - request.prompt_length[:, None]
+        is_banned = early_eos(request.eos_ids, num_emitted, request.min_new_tokens, num_ids)
+    params, seed = request.sampling, request.seed
+    if axis.size > 1:
+
+        def own(values: jax.Array) -> jax.Array:
+            return axis.own_rows(values.reshape(batch_size * num_rows, 1, *values.shape[2:]))
+
+        def own_setting(values: jax.Array) -> jax.Array:
+            return own(jnp.repeat(values[:, None], num_rows, axis=1))[:, 0]
+
+        logits = axis.spread_rows(logits.reshape(batch_size * num_rows, -1), num_ids)[:, None]
+        counts, is_banned, positions = jax.tree.map(own, (counts, is_banned, positions))
+        params, seed = jax.tree.map(own_setting, (params, seed))
+        depth = depth[:1]  # each row is a block of its own
     scores = process_logits(
         logits,
-        request.sampling,
+        params,
         mode,
-        num_valid=num_valid,
+        num_valid=config.num_valid_tokens,
         counts=counts,
         is_banned=is_banned,
         implementation=kernels,
     )
     if mode.is_sampled:
-        scores = add_noise(scores, request.sampling, request.seed, state.length, layout)
+        scores = add_noise(scores, params, seed, positions, depth)
     return scores
 
 
-@functools.partial(
-    jax.jit,
-    static_argnames=("drafter", "kernels", "mode"),
-    donate_argnames=("state",),
-    compiler_options=LOOP_OPTIONS,
-)
-def run_steps(
+def _loop(
     model: Qwen3 | FlatModel,
     state: DecodeState,
     request: Request,
@@ -255,8 +308,38 @@ def run_steps(
 
     The state is donated: the cache is updated in place. `max_steps` is an array, so a text that
     streams in chunks of steps and one that runs to its end share this compiled program.
+
+    On a mesh the parts of a batch run for as many steps as each of them needs.
     """
-    first_step, whole = state.num_steps, whole_model(model)
+    run = functools.partial(_run_steps, drafter=drafter, kernels=kernels, mode=mode)
+    specs = (STATE_SPECS, REQUEST_SPECS, SCALAR)
+    return over_mesh(run, model, specs, STATE_SPECS)(state, request, max_steps)
+
+
+_jit_loop = functools.partial(
+    jax.jit, static_argnames=("drafter", "kernels", "mode"), donate_argnames=("state",)
+)
+run_steps = _jit_loop(_loop, compiler_options=LOOP_OPTIONS)
+# For models that devices share: collectives are no part of a CUDA graph.
+_run_shared_steps = _jit_loop(_loop)
+
+
+def run_steps_of(model: Qwen3 | FlatModel) -> Any:
+    """Return `run_steps` as it is compiled for a model and its mesh."""
+    return run_steps if model_size(whole_model(model).mesh) == 1 else _run_shared_steps
+
+
+def _run_steps(
+    model: Qwen3,
+    state: DecodeState,
+    request: Request,
+    max_steps: jax.Array,
+    *,
+    drafter: Drafter | Auto,
+    kernels: Implementation | None,
+    mode: SamplingMode,
+) -> DecodeState:
+    first_step = state.num_steps
 
     def is_running(state: DecodeState) -> jax.Array:
         # An unfinished row takes part in every step, so that its count of them is the loop's.
@@ -264,10 +347,10 @@ def run_steps(
         return jnp.any(is_unfinished & (state.num_steps - first_step < max_steps))
 
     if isinstance(drafter, Auto):
-        return _run_arms(whole, state, request, drafter, kernels, mode, is_running)
+        return _run_arms(model, state, request, drafter, kernels, mode, is_running)
 
     def body(state: DecodeState) -> DecodeState:
-        return decode_step(whole, state, request, drafter, kernels, mode)
+        return decode_step(model, state, request, drafter, kernels, mode)
 
     return jax.lax.while_loop(is_running, body, state)
 

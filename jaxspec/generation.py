@@ -5,21 +5,23 @@ from __future__ import annotations
 import dataclasses
 import functools
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh, Sharding
 
 from jaxspec.config import GenerateConfig, Qwen3Config
-from jaxspec.decode import prefill, run_steps
+from jaxspec.decode import prefill, run_steps_of
 from jaxspec.drafters import Auto, Drafter, NoDraft
 from jaxspec.layout import check_count
 from jaxspec.model import FlatModel, Qwen3
 from jaxspec.result import Generation, to_host
 from jaxspec.sampling import SamplingMode, SamplingParams
+from jaxspec.sharding import SPECS, check_alike, data_size, place
 from jaxspec.state import FINISHED_BY_STOP, DecodeState, Request, init_state
 from jaxspec.step_costs import with_step_costs
 from jaxspec.text import StopSearch
@@ -103,6 +105,9 @@ def stream(
         raise ValueError("stop_strings need a tokenizer to look for them with")
     if config.stop_strings and steps_per_chunk is None:
         steps_per_chunk = _STEPS_PER_STOP_SEARCH
+    if model.mesh is not None and model.mesh.is_multi_process:
+        ids = [np.asarray(prompt).tolist() for prompt in prompts]
+        check_alike(model.config, ids, config, drafter, steps_per_chunk)
     return _stream(model, prompts, config, drafter, tokenizer, steps_per_chunk)
 
 
@@ -114,7 +119,7 @@ def _stream(
     tokenizer: Any,
     steps_per_chunk: int | None,
 ) -> Iterator[Generation]:
-    tokens, request = make_request(model.config, prompts, config)
+    tokens, request = make_request(model.config, prompts, config, mesh=model.mesh)
     flat = FlatModel.of(model)
     chunk_size, num_chunks = prefill_chunks(
         config,
@@ -122,13 +127,14 @@ def _stream(
         longest_prompt=max(len(prompt) for prompt in prompts),
         batch_size=len(prompts),
     )
+    steps = run_steps_of(model)
 
     def run(state: DecodeState, num_steps: int) -> DecodeState:
-        return run_steps(
+        return steps(
             flat,
             state,
             request,
-            jnp.int32(num_steps),
+            np.int32(num_steps),
             drafter=drafter,
             kernels=config.kernels,
             mode=sampling_mode(config),
@@ -147,15 +153,15 @@ def _stream(
     # Zero chunks and zero steps compile the programs without running them.
     state = init_state(flat, tokens, request, drafter=drafter, num_logprobs=config.num_logprobs)
     fill = functools.partial(prefill, chunk_size=chunk_size, kernels=config.kernels)
-    state = fill(flat, state, jnp.int32(0))
+    state = fill(flat, state, np.int32(0))
     jax.block_until_ready(_mark(state.length))
     if config.stop_strings:
-        _stop_rows(state.finish, np.zeros(len(prompts), np.bool_))
+        state = _with_stopped_rows(state, np.zeros(len(prompts), np.bool_))
     state = jax.block_until_ready(run(state, 0))
     compiled = time.perf_counter()
     # No step emits less than one token, so the budget bounds the number of steps.
     num_steps = steps_per_chunk or config.max_new_tokens
-    state = fill(flat, state, jnp.int32(num_chunks))
+    state = fill(flat, state, np.int32(num_chunks))
     # The loop is queued while the prompts are being cached. Another thread takes the time at which
     # they are: where the host has a part in the loop, queueing it lasts as long as the loop.
     with ThreadPoolExecutor(1) as pool:
@@ -167,7 +173,7 @@ def _stream(
     if config.stop_strings:
         stops = StopStrings(tokenizer, config, eos_ids_of(model.config, config), len(prompts))
     while True:
-        generation = to_host(state, request, drafter)
+        generation = to_host(state, request, drafter, num_rows=len(prompts))
         if stops is not None:
             generation, state = stops.apply(generation, state)
         decode_seconds += time.perf_counter() - chunk_started
@@ -275,35 +281,53 @@ def check_prompts(
 
 
 def make_request(
-    model_config: Qwen3Config, prompts: Sequence[Sequence[int]], config: GenerateConfig
+    model_config: Qwen3Config,
+    prompts: Sequence[Sequence[int]],
+    config: GenerateConfig,
+    *,
+    mesh: Mesh | None = None,
 ) -> tuple[jax.Array, Request]:
-    """Return the padded prompts, i32[B, P], and the call's arrays."""
-    batch_size = len(prompts)
-    lengths = np.array([len(prompt) for prompt in prompts], dtype=np.int32)
+    """Return the padded prompts, i32[B, P], and the call's arrays.
+
+    Rows that do not divide by the mesh's `data` axis are padded with rows that have no budget, so
+    that they are finished from the start.
+    """
+    num_prompts = len(prompts)
+    batch_size = -(-num_prompts // data_size(mesh)) * data_size(mesh)
+    lengths = np.ones(batch_size, dtype=np.int32)
+    lengths[:num_prompts] = [len(prompt) for prompt in prompts]
+    budget = np.zeros(batch_size, dtype=np.int32)
+    budget[:num_prompts] = config.max_new_tokens
+    seed = np.zeros(batch_size, dtype=np.uint32)
+    seed[:num_prompts] = config.seed
     capacity = capacity_for(int(lengths.max()) + config.max_new_tokens)
     tokens = np.zeros((batch_size, capacity), dtype=np.int32)
-    for row, prompt in zip(tokens, prompts, strict=True):
+    for row, prompt in zip(tokens, prompts, strict=False):
         row[: len(prompt)] = prompt
     eos_ids = eos_ids_of(model_config, config)
     # Rounded up, so that a longer list of EOS ids does not compile again.
     padded_eos = np.full(-(-max(len(eos_ids), 1) // _EOS_ROUND) * _EOS_ROUND, -1, dtype=np.int32)
     padded_eos[: len(eos_ids)] = eos_ids
-    return jnp.asarray(tokens), Request(
-        prompt_length=jnp.asarray(lengths),
-        max_new_tokens=jnp.full((batch_size,), config.max_new_tokens, jnp.int32),
-        min_new_tokens=jnp.full((batch_size,), config.min_new_tokens, jnp.int32),
-        eos_ids=jnp.asarray(padded_eos),
-        seed=jnp.broadcast_to(jnp.asarray(config.seed, jnp.uint32), (batch_size,)),
+
+    def setting(name: str, dtype: type = np.float32) -> jax.Array:
+        return place(mesh, np.full(batch_size, getattr(config, name), dtype))
+
+    return place(mesh, tokens), Request(
+        prompt_length=place(mesh, lengths),
+        max_new_tokens=place(mesh, budget),
+        min_new_tokens=setting("min_new_tokens", np.int32),
+        eos_ids=place(mesh, padded_eos, SPECS["eos_ids"]),
+        seed=place(mesh, seed),
         sampling=SamplingParams(
-            temperature=jnp.full((batch_size,), config.temperature, jnp.float32),
-            top_k=jnp.full((batch_size,), config.top_k, jnp.int32),
-            top_p=jnp.full((batch_size,), config.top_p, jnp.float32),
-            min_p=jnp.full((batch_size,), config.min_p, jnp.float32),
-            repetition_penalty=jnp.full((batch_size,), config.repetition_penalty, jnp.float32),
-            presence_penalty=jnp.full((batch_size,), config.presence_penalty, jnp.float32),
-            frequency_penalty=jnp.full((batch_size,), config.frequency_penalty, jnp.float32),
+            temperature=setting("temperature"),
+            top_k=setting("top_k", np.int32),
+            top_p=setting("top_p"),
+            min_p=setting("min_p"),
+            repetition_penalty=setting("repetition_penalty"),
+            presence_penalty=setting("presence_penalty"),
+            frequency_penalty=setting("frequency_penalty"),
         ),
-        step_costs=jnp.ones((1,), jnp.float32),
+        step_costs=place(mesh, np.ones(1, np.float32), SPECS["step_costs"]),
     )
 
 
@@ -379,11 +403,21 @@ class StopStrings:
         if len(self._num_kept) > num_stopped and not cut.is_finished:
             is_stopped = np.zeros(lengths.shape, np.bool_)
             is_stopped[list(self._num_kept)] = True
-            state = dataclasses.replace(state, finish=_stop_rows(state.finish, is_stopped))
+            state = _with_stopped_rows(state, is_stopped)
         return cut, state
 
 
-@jax.jit
-def _stop_rows(finish: jax.Array, is_stopped: jax.Array) -> jax.Array:
-    """Return the rows' states with some of them at a stop string."""
-    return jnp.where(is_stopped, jnp.int32(FINISHED_BY_STOP), finish)
+def _with_stopped_rows(state: DecodeState, is_stopped: np.ndarray) -> DecodeState:
+    """Return the state with some of the first rows at a stop string."""
+    finish = state.finish
+    padded = np.pad(is_stopped, (0, finish.shape[0] - len(is_stopped)))
+    return dataclasses.replace(state, finish=_stop_rows(finish.sharding)(finish, padded))
+
+
+@functools.lru_cache(maxsize=64)
+def _stop_rows(sharding: Sharding) -> Callable[[jax.Array, np.ndarray], jax.Array]:
+    def stop_rows(finish: jax.Array, is_stopped: jax.Array) -> jax.Array:
+        return jnp.where(is_stopped, jnp.int32(FINISHED_BY_STOP), finish)
+
+    # Where the loop finds it: another sharding would be another program.
+    return jax.jit(stop_rows, out_shardings=sharding)

@@ -7,19 +7,31 @@ arguments.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
 from jaxspec.cache import KeyValue, KVCache
 from jaxspec.config import Qwen3Config
 from jaxspec.layout import BlockLayout
+from jaxspec.sharding import (
+    SPECS,
+    ModelAxis,
+    check_mesh,
+    from_parts,
+    model_size,
+    shard_config,
+    shard_ranges,
+)
 from pallas_kernels import (
     PreNorm,
     attention,
@@ -96,6 +108,7 @@ class Block:
       num_cached: i32[B] live cache slots = position of row 0.
       layout: the block's layout.
       kernels: implementation of the kernels, None = the best available.
+      axis: the devices that share the model.
     """
 
     cos: jax.Array
@@ -103,6 +116,7 @@ class Block:
     num_cached: jax.Array
     layout: BlockLayout
     kernels: Implementation | None
+    axis: ModelAxis
 
     @property
     def product_kernels(self) -> Implementation | None:
@@ -115,6 +129,34 @@ def product_kernels(
 ) -> Implementation | None:
     """Return the implementation of a product with so many rows."""
     return kernels if num_rows <= most else "xla"
+
+
+def add_product(
+    x: Float[Array, "R K"],
+    weight: Float[Array, "K D"],
+    rows: PreNorm,
+    next_norm: RMSNorm,
+    counters: jax.Array | None,
+    block: Block,
+) -> tuple[PreNorm, jax.Array | None]:
+    """Add x @ weight to the residual stream, and prepare it for the norm that follows.
+
+    Where devices share the model, x and weight are one device's part of the inner axis: this is
+    the place of a layer where they talk, once after attention and once after the feed-forward part.
+    """
+    norm_weight = next_norm.weight[...]
+    is_shared = block.axis.size > 1
+    product, counters = linear_residual(
+        x,
+        weight,
+        jnp.zeros_like(rows.x) if is_shared else rows.x,
+        norm_weight,
+        counters,
+        implementation=block.product_kernels,
+    )
+    if is_shared:
+        product = pre_norm(rows.x + block.axis.sum(product.x), norm_weight)
+    return product, counters
 
 
 class Attention(nnx.Module):
@@ -166,14 +208,9 @@ class Attention(nnx.Module):
             eps=self.eps,
             implementation=block.kernels,
         )
-        rows, counters = linear_residual(
-            out.reshape(qkv.shape[0], -1),
-            self.o_proj[...].reshape(-1, width),
-            rows.x,
-            next_norm.weight[...],
-            counters,
-            implementation=block.product_kernels,
-        )
+        weight = self.o_proj[...].reshape(-1, width)
+        out = out.reshape(qkv.shape[0], -1)
+        rows, counters = add_product(out, weight, rows, next_norm, counters, block)
         return rows, (key, value), counters
 
 
@@ -192,16 +229,10 @@ class FeedForward(nnx.Module):
         self, rows: PreNorm, next_norm: RMSNorm, counters: jax.Array | None, block: Block
     ) -> tuple[PreNorm, jax.Array | None]:
         """Return the residual stream after the feed-forward part, and the counters."""
-        kernels = block.product_kernels
-        hidden = rms_swiglu(rows, self.gate_up_proj[...], eps=self.eps, implementation=kernels)
-        return linear_residual(
-            hidden,
-            self.down_proj[...],
-            rows.x,
-            next_norm.weight[...],
-            counters,
-            implementation=kernels,
+        hidden = rms_swiglu(
+            rows, self.gate_up_proj[...], eps=self.eps, implementation=block.product_kernels
         )
+        return add_product(hidden, self.down_proj[...], rows, next_norm, counters, block)
 
 
 class DecoderLayer(nnx.Module):
@@ -242,6 +273,11 @@ class Qwen3(nnx.Module):
       config: the model's shape.
       dtype: of parameters and activations.
       rngs: source of the initial weights.
+
+    Attributes:
+      mesh: the devices that the parameters are spread over, None = they are whole. A spread model
+        runs inside `over_mesh` only.
+      axis: inside it, the devices that share the model; the parameters are this device's part.
     """
 
     def __init__(
@@ -252,6 +288,8 @@ class Qwen3(nnx.Module):
         rngs: nnx.Rngs,
     ) -> None:
         self.config = config
+        self.mesh: Mesh | None = None
+        self.axis = ModelAxis()
         init = nnx.initializers.normal(0.02)
         shape = (config.vocab_size, config.hidden_size)
         self.embed_tokens = nnx.Param(init(rngs.params(), shape, dtype))
@@ -302,15 +340,15 @@ class Qwen3(nnx.Module):
         kernels: Implementation | None = None,
     ) -> tuple[PreNorm, KVCache]:
         """Return the last layer's output, one row per token of the block, and the block's K/V."""
-        table = self.embed_tokens[...]
-        x = table[jnp.clip(block_tokens, 0, self.config.vocab_size - 1)]
+        if self.mesh is not None:
+            raise ValueError("the model is spread over a mesh: call it inside over_mesh")
+        x = self._embed(block_tokens)
         positions = num_cached[:, None] + jnp.asarray(layout.depth, jnp.int32)[None]
         cos, sin = rope_tables(self.config, positions, x.dtype)
-        block = Block(cos, sin, num_cached, layout, kernels)
+        block = Block(cos, sin, num_cached, layout, kernels, self.axis)
         norms = [layer.input_layernorm for layer in self.layers] + [self.norm]
         rows = pre_norm(x.reshape(-1, x.shape[-1]), norms[0].weight[...])
-        heads = self.config.num_key_value_heads, self.config.num_query_groups + 2
-        qkv_shape = (*block_tokens.shape, *heads, self.config.head_dim)
+        qkv_shape = (*block_tokens.shape, *self.layers[0].self_attn.qkv_proj.shape[1:])
         most = max(attention.num_counters(qkv_shape), linear.num_counters(x.shape[-1]))
         counters: jax.Array | None = jnp.zeros((most,), jnp.int32)
         kv = []
@@ -320,10 +358,20 @@ class Qwen3(nnx.Module):
             kv.append(layer_kv)
         return rows, tuple(kv)
 
+    def _embed(self, block_tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:
+        """Return the embeddings of ids, clipped to the vocabulary."""
+        table, ids = self.embed_tokens[...], jnp.clip(block_tokens, 0, self.config.vocab_size - 1)
+        if self.axis.size == 1:
+            return table[ids]
+        ids = ids - self.axis.index * table.shape[0]
+        is_here = (ids >= 0) & (ids < table.shape[0])
+        x = jnp.where(is_here[..., None], table[jnp.clip(ids, 0, table.shape[0] - 1)], 0)
+        return self.axis.sum(x)
+
     def logits(
         self, rows: PreNorm, layout: BlockLayout, kernels: Implementation | None = None
     ) -> Float[Array, "B R V"]:
-        """Return float32 logits of the layout's logit rows."""
+        """Return float32 logits of the layout's logit rows: of the ids of this device's part."""
         batch_size = rows.x.shape[0] // layout.num_rows
         if len(layout.logit_rows) < layout.num_rows:
             first = np.arange(batch_size)[:, None] * layout.num_rows
@@ -382,3 +430,92 @@ def whole_model(model: Qwen3 | FlatModel) -> Qwen3:
     if isinstance(model, FlatModel):
         return jax.tree.unflatten(model.structure, model.arrays)
     return model
+
+
+def over_mesh(
+    function: Callable[..., Any],
+    model: Qwen3 | FlatModel,
+    in_specs: tuple[Any, ...],
+    out_specs: Any,
+) -> Callable[..., Any]:
+    """Return `function(model, *arrays)` as a function of the arrays, run on the model's devices.
+
+    Each device runs it with its part of model and arrays. The one place where code for one device
+    meets a mesh; without a mesh it is a plain call.
+
+    Args:
+      function: of a model and arrays; what it returns is parts too.
+      model: the model.
+      in_specs: partition specs of the arrays, or of the first levels of their trees.
+      out_specs: of the result.
+    """
+    whole = whole_model(model)
+    mesh = whole.mesh
+    if mesh is None:
+        return functools.partial(function, whole)
+    arrays, structure = jax.tree.flatten(whole)
+
+    def run(parts: Sequence[jax.Array], *args: Any) -> Any:
+        part = jax.tree.unflatten(structure, parts)
+        part.mesh, part.axis = None, ModelAxis(model_size(mesh))
+        return function(part, *args)
+
+    # A device's arrays need not be what other devices have: no check that they are.
+    shared = jax.shard_map(
+        run, mesh=mesh, in_specs=(parameter_specs(whole), *in_specs), out_specs=out_specs,
+        check_vma=False,
+    )  # fmt: skip
+    return functools.partial(shared, arrays)
+
+
+def parameter_specs(model: Qwen3) -> list[P]:
+    """Return the partition spec of every parameter, in the order of the model's arrays."""
+    return [SPECS[name] for name in parameter_names(model)]
+
+
+def parameter_names(model: Qwen3) -> list[str]:
+    """Return the name, as in the table of partition specs, of every array of a model, in order."""
+    paths = [path for path, _ in jax.tree_util.tree_flatten_with_path(model)[0]]
+    named = [[str(getattr(key, "name", "")) for key in path] for path in paths]
+    return [next(name for name in reversed(names) if name in SPECS) for names in named]
+
+
+def spread(model: Qwen3, mesh: Mesh) -> Qwen3:
+    """Return a copy of a whole model that is spread over a mesh.
+
+    Args:
+      model: the model, its parameters in this process.
+      mesh: the devices, on the axes `data` and `model`.
+
+    Raises:
+      ValueError: the model is spread already, or its sizes do not divide by the mesh's.
+    """
+    check_mesh(mesh)
+    if model.mesh is not None:
+        raise ValueError("the model is spread over a mesh already")
+    shards = model_size(mesh)
+    shape = shard_config(model.config, shards)
+    arrays, structure = jax.tree.flatten(model)
+
+    def part(name: str, array: jax.Array, index: int) -> np.ndarray:
+        value, ranges = np.asarray(array), shard_ranges(model.config, shards, index)
+        if name in ("embed_tokens", "lm_head"):
+            value = value[ranges["V"]]
+            return np.pad(value, ((0, shape.vocab_size - len(value)), (0, 0)))
+        if name == "qkv_proj":
+            value = value[:, ranges["K"]]
+            query, key_value = value[:, :, :-2][:, :, ranges["G"]], value[:, :, -2:]
+            return np.concatenate([query, key_value], axis=2)
+        if name == "o_proj":
+            return value[ranges["K"], ranges["G"]]
+        if name == "gate_up_proj":
+            return value[:, :, ranges["F"]]
+        return value[ranges["F"]] if name == "down_proj" else value
+
+    parts = [
+        from_parts(mesh, name, functools.partial(part, name, array))
+        for name, array in zip(parameter_names(model), arrays, strict=True)
+    ]
+    result = jax.tree.unflatten(structure, parts)
+    result.mesh = mesh
+    return result

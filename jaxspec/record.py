@@ -15,6 +15,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxspec.drafters.protocol import Leaf
 from jaxspec.layout import BlockLayout
+from jaxspec.sharding import ONE_DEVICE, ModelAxis
 
 # In the place of a draft position: the model's own token, the last one of its step.
 NOT_DRAFTED = -1
@@ -135,46 +136,62 @@ def emitted_logits(
     *,
     num_top: int,
     num_valid: int | None,
+    num_ids: int,
+    axis: ModelAxis = ONE_DEVICE,
 ) -> LogitRecord:
     """Return what is to be kept of the logits of W tokens.
 
     Args:
-      logits: of the layout's logit rows.
-      scores: what the tokens were picked by, where that is not the logits.
+      logits: of the layout's logit rows, of this device's part of the vocabulary.
+      scores: what the tokens were picked by, where that is not the logits, [B, R, V]; devices that
+        share the vocabulary have some rows each, [R', 1, V].
       emitted: the tokens.
       rows: rows of the block that picked them, None = all of them in order.
       layout: the block's layout.
       num_top: N, the best tokens to keep.
       num_valid: ids at or past it are no alternatives.
+      num_ids: V, of all devices together.
+      axis: the devices that share the vocabulary.
 
     Returns:
       The arrays of a record, of W places instead of P.
     """
+
+    batch_size, num_rows = logits.shape[:2]
+    num_places = emitted.size
 
     def on_path(values: jax.Array) -> jax.Array:
         if rows is None:
             return values
         index = np.zeros(layout.num_rows, np.int32)
         index[list(layout.logit_rows)] = np.arange(len(layout.logit_rows))
-        return jnp.take_along_axis(values, jnp.asarray(index)[rows][..., None], axis=1)
+        chosen = jnp.asarray(index)[rows].reshape(*rows.shape, *(1,) * (values.ndim - 2))
+        return jnp.take_along_axis(values, chosen, axis=1)
 
-    logits = on_path(logits).astype(jnp.float32)
-    picked = logits if scores is None else on_path(scores)
-    best, ids = jax.lax.top_k(logits[..., :num_valid], max(num_top, 1))
-    first, second = _best_two(picked[..., :num_valid])
-    index = jnp.maximum(emitted, 0)[..., None]
+    def collect(values: jax.Array) -> jax.Array:
+        return axis.collect_rows(values, num_places).reshape(*emitted.shape, *values.shape[1:])
+
+    # From here on whole rows of logits, one after the other: all of them or this device's.
+    flat = on_path(logits).reshape(num_places, -1).astype(jnp.float32)
+    flat = axis.spread_rows(flat, num_ids)
+    index = axis.own_rows(jnp.maximum(emitted, 0).reshape(-1, 1))
+    best, ids = jax.lax.top_k(flat[:, :num_valid], max(num_top, 1))
+    if scores is None:
+        gap = collect(_best_gap(flat[:, :num_valid]))
+    else:
+        gaps = _best_gap(scores.reshape(-1, scores.shape[-1])[:, :num_valid])
+        gap = on_path(axis.collect_rows(gaps, batch_size * num_rows).reshape(batch_size, -1))
     return LogitRecord(
-        token_logit=jnp.take_along_axis(logits, index, axis=-1)[..., 0],
-        normalizer=jax.nn.logsumexp(logits, axis=-1),
-        top_ids=ids[..., :num_top],
-        top_logits=best[..., :num_top],
-        pick_gap=first - second,
+        token_logit=collect(jnp.take_along_axis(flat, index, axis=1)[:, 0]),
+        normalizer=collect(jax.nn.logsumexp(flat, axis=1)),
+        top_ids=collect(ids[:, :num_top]),
+        top_logits=collect(best[:, :num_top]),
+        pick_gap=gap,
     )
 
 
-def _best_two(scores: Float[Array, "B W V"]) -> tuple[Float[Array, "B W"], Float[Array, "B W"]]:
-    """Return the largest and the second largest score, the same one twice where it stands twice."""
-    best = jnp.argmax(scores, axis=-1, keepdims=True)
-    is_best = jnp.arange(scores.shape[-1])[None, None] == best
-    first = jnp.max(scores, axis=-1)
-    return first, jnp.max(jnp.where(is_best, -jnp.inf, scores), axis=-1)
+def _best_gap(scores: Float[Array, "R V"]) -> Float[Array, "R"]:
+    """Return the largest less the second largest score, 0 where the largest stands twice."""
+    best = jnp.argmax(scores, axis=1, keepdims=True)
+    is_best = jnp.arange(scores.shape[1])[None] == best
+    return jnp.max(scores, axis=1) - jnp.max(jnp.where(is_best, -jnp.inf, scores), axis=1)

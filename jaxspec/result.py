@@ -12,6 +12,7 @@ import numpy as np
 
 from jaxspec.drafters import Auto, Drafter
 from jaxspec.record import NOT_DRAFTED, Origin, TokenRecord
+from jaxspec.sharding import fetch
 from jaxspec.state import (
     FINISHED_BY_EOS,
     FINISHED_BY_LENGTH,
@@ -167,11 +168,12 @@ class Generation:
         return None not in self.finish_reasons
 
 
-def to_host(state: DecodeState, request: Request, drafter: Drafter | Auto) -> Generation:
-    """Return the texts of a state, times left out."""
-    tokens, lengths, prompt_lengths, finish, record = jax.device_get(
-        (state.tokens, state.length, request.prompt_length, state.finish, state.record)
-    )
+def to_host(
+    state: DecodeState, request: Request, drafter: Drafter | Auto, *, num_rows: int | None = None
+) -> Generation:
+    """Return the texts of a state, of its first `num_rows` rows if given, times left out."""
+    arrays = fetch((state.tokens, state.length, request.prompt_length, state.finish, state.record))
+    tokens, lengths, prompt_lengths, finish, record = jax.tree.map(lambda x: x[:num_rows], arrays)
     arms = drafter.arms if isinstance(drafter, Auto) else (drafter,)
     return Generation(
         tokens=tokens,

@@ -10,9 +10,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxspec.config import GenerateConfig
-from jaxspec.decode import prefill, run_steps
+from jaxspec.decode import prefill, run_steps_of
 from jaxspec.drafters import Auto, Drafter, NoDraft
 from jaxspec.generation import (
     capacity_for,
@@ -24,6 +25,7 @@ from jaxspec.generation import (
 )
 from jaxspec.model import FlatModel, Qwen3
 from jaxspec.result import to_host
+from jaxspec.sharding import place
 from jaxspec.state import DecodeState, Request, init_state
 from jaxspec.step_costs import with_step_costs
 
@@ -87,9 +89,10 @@ class Runner:
         drafter = with_kernels(drafter, self.config.kernels)
         tokens, request = self._request(index)
         if budget is not None:
-            request = dataclasses.replace(request, max_new_tokens=jnp.asarray([budget], jnp.int32))
+            limit = jnp.minimum(request.max_new_tokens, budget)
+            request = dataclasses.replace(request, max_new_tokens=limit)
         if ignore_eos:
-            request = dataclasses.replace(request, eos_ids=jnp.full_like(request.eos_ids, -1))
+            request = dataclasses.replace(request, eos_ids=request.eos_ids * 0 - 1)
         request, _ = with_step_costs(
             self._flat,
             tokens,
@@ -100,10 +103,10 @@ class Runner:
         )
         state = init_state(self._flat, tokens, request, drafter=drafter)
         state = dataclasses.replace(state, cache=jax.tree.map(jnp.copy, self._caches[index]))
-        steps = jnp.int32(self.config.max_new_tokens if max_steps is None else max_steps)
-        state, steps = jax.block_until_ready((state, steps))
+        steps = np.int32(self.config.max_new_tokens if max_steps is None else max_steps)
+        state = jax.block_until_ready(state)
         started = time.perf_counter()
-        state = run_steps(
+        state = run_steps_of(self.model)(
             self._flat,
             state,
             request,
@@ -116,8 +119,11 @@ class Runner:
         return _to_run(state, request, drafter, time.perf_counter() - started)
 
     def _request(self, index: int) -> tuple[jax.Array, Request]:
-        tokens, request = make_request(self.model.config, [self.prompts[index]], self.config)
-        return jnp.pad(tokens, ((0, 0), (0, self.capacity - tokens.shape[1]))), request
+        mesh, prompt = self.model.mesh, self.prompts[index]
+        tokens, request = make_request(self.model.config, [prompt], self.config, mesh=mesh)
+        padded = np.zeros((tokens.shape[0], self.capacity), np.int32)
+        padded[0, : len(prompt)] = prompt
+        return place(mesh, padded), request
 
     def _prefilled(self, index: int) -> Any:
         tokens, request = self._request(index)
@@ -126,11 +132,11 @@ class Runner:
         )
         state = init_state(self._flat, tokens, request, drafter=NoDraft())
         fill = functools.partial(prefill, chunk_size=chunk_size, kernels=self.config.kernels)
-        return fill(self._flat, state, jnp.int32(num_chunks)).cache
+        return fill(self._flat, state, np.int32(num_chunks)).cache
 
 
 def _to_run(state: DecodeState, request: Request, drafter: Drafter | Auto, seconds: float) -> Run:
-    generation = to_host(state, request, drafter)
+    generation = to_host(state, request, drafter, num_rows=1)
     return Run(
         generation.token_ids[0],
         int(generation.num_steps[0]),

@@ -117,8 +117,8 @@ def add_noise(
     logits: Float[Array, "B R V"],
     params: SamplingParams,
     seed: UInt32[Array, "B"],
-    length: Int[Array, "B"],
-    layout: BlockLayout,
+    positions: Int[Array, "B R"],
+    depth: np.ndarray,
 ) -> Float[Array, "B R V"]:
     """Add each row's Gumbel noise, so that the argmax is a sample; greedy rows get none.
 
@@ -126,21 +126,18 @@ def add_noise(
       logits: processed logits of the layout's logit rows.
       params: settings of each row of the batch.
       seed: of each row's random stream.
-      length: known tokens of each row: the position of the token that block row 0 picks.
-      layout: says how far on each row stands. Rows of one depth share their noise, which is
-        what keeps several candidates unbiased.
+      positions: of the tokens that the logit rows pick.
+      depth: how far on each logit row stands. Rows of one depth share their noise, which is what
+        keeps several candidates unbiased.
     """
-    depths, index = np.unique(
-        np.asarray(layout.depth)[list(layout.logit_rows)], return_inverse=True
-    )
+    _, first, index = np.unique(depth, return_index=True, return_inverse=True)
     num_ids = logits.shape[-1]
 
     def noise_of(seed: jax.Array, position: jax.Array) -> jax.Array:
         key = jax.random.fold_in(jax.random.key(seed), position)
         return jax.random.gumbel(key, (num_ids,), jnp.float32)
 
-    positions = length[:, None] + jnp.asarray(depths, jnp.int32)[None]
-    noise = jax.vmap(jax.vmap(noise_of, in_axes=(None, 0)))(seed, positions)
+    noise = jax.vmap(jax.vmap(noise_of, in_axes=(None, 0)))(seed, positions[:, first])
     is_sampled = (params.temperature > 0)[:, None, None]
     return logits + jnp.where(is_sampled, noise[:, index], 0.0)
 
@@ -186,22 +183,19 @@ def prefix_counts(
 
 def early_eos(
     eos_ids: Int[Array, "E"],
-    num_emitted: Int[Array, "B"],
+    num_emitted: Int[Array, "B R"],
     min_new_tokens: Int[Array, "B"],
-    layout: BlockLayout,
     num_ids: int,
 ) -> Bool[Array, "B R V"]:
     """Return which ids would end a text among its first `min_new_tokens` tokens.
 
     Args:
       eos_ids: ids that end a text; entries below 0 are none.
-      num_emitted: tokens that each row has emitted before the block.
+      num_emitted: tokens emitted before the one that each logit row picks.
       min_new_tokens: tokens of each row that are no EOS at least.
-      layout: says how far on each logit row stands.
       num_ids: V.
     """
-    depth = jnp.asarray([layout.depth[row] for row in layout.logit_rows], jnp.int32)
-    is_early = num_emitted[:, None] + depth[None] < min_new_tokens[:, None]
+    is_early = num_emitted < min_new_tokens[:, None]
     # Past the end, not -1, which would be the last id.
     ids = jnp.where(eos_ids < 0, num_ids, eos_ids)
     is_eos = jnp.zeros((num_ids,), jnp.bool_).at[ids].set(True, mode="drop")

@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
 
 from jaxspec.cache import init_cache
 from jaxspec.drafters import Auto, Drafter
 from jaxspec.drafters.protocol import Leaf
-from jaxspec.model import FlatModel, Qwen3, whole_model
+from jaxspec.model import FlatModel, Qwen3, over_mesh
 from jaxspec.record import TokenRecord, init_record
 from jaxspec.sampling import SamplingParams
+from jaxspec.sharding import ROWS, SPECS, shard_config
+
+if not TYPE_CHECKING:
+    # As with `Leaf`: a partition spec may stand for the whole of one.
+    TokenRecord = SamplingParams = Any
 
 UNFINISHED, FINISHED_BY_EOS, FINISHED_BY_LENGTH, FINISHED_BY_STOP = range(4)
 
@@ -67,6 +73,15 @@ class DecodeState:
     drafter: Any
 
 
+def _specs_of(kind: type) -> Any:
+    """Return the partition spec of every field."""
+    return kind(**{field.name: SPECS.get(field.name, ROWS) for field in dataclasses.fields(kind)})
+
+
+REQUEST_SPECS, STATE_SPECS = _specs_of(Request), _specs_of(DecodeState)
+SCALAR = P()
+
+
 @functools.partial(jax.jit, static_argnames=("drafter", "num_logprobs"))
 def init_state(
     model: Qwen3 | FlatModel,
@@ -76,7 +91,7 @@ def init_state(
     drafter: Drafter | Auto,
     num_logprobs: int | None = None,
 ) -> DecodeState:
-    """Return the state of fresh texts, the cache empty.
+    """Return the state of fresh texts, the cache empty; a row without any budget is finished.
 
     Args:
       model: the target model.
@@ -85,15 +100,38 @@ def init_state(
       drafter: how drafts are made.
       num_logprobs: alternatives to keep logits of; None = keep none, not even the token's.
     """
-    model = whole_model(model)
+    begin = functools.partial(_init_state, drafter=drafter, num_logprobs=num_logprobs)
+    return over_mesh(begin, model, (ROWS, REQUEST_SPECS), STATE_SPECS)(tokens, request)
+
+
+def _init_state(
+    model: Qwen3,
+    tokens: jax.Array,
+    request: Request,
+    *,
+    drafter: Drafter | Auto,
+    num_logprobs: int | None,
+) -> DecodeState:
     batch_size, capacity = tokens.shape
-    zeros = jnp.zeros((batch_size,), jnp.int32)
+    is_finished = request.max_new_tokens <= 0
+    memory = drafter.init(tokens, request.prompt_length, jax.vmap(jax.random.key)(request.seed))
+    for leaf in jax.tree.leaves(memory):
+        if leaf.ndim < 1 or leaf.shape[0] != batch_size:
+            raise ValueError(
+                f"{type(drafter).__name__} has an array of shape {leaf.shape} in its state, "
+                f"expected the {batch_size} rows of the batch on its first axis"
+            )
     return DecodeState(
         tokens=tokens,
         length=request.prompt_length,
-        finish=zeros,
-        num_steps=zeros,
+        finish=jnp.where(is_finished, jnp.int32(FINISHED_BY_LENGTH), jnp.int32(UNFINISHED)),
+        num_steps=jnp.zeros((batch_size,), jnp.int32),
         record=init_record(batch_size, capacity, num_logprobs),
-        cache=init_cache(model.config, batch_size=batch_size, capacity=capacity, dtype=model.dtype),
-        drafter=drafter.init(tokens, request.prompt_length, jax.vmap(jax.random.key)(request.seed)),
+        cache=init_cache(
+            shard_config(model.config, model.axis.size),
+            batch_size=batch_size,
+            capacity=capacity,
+            dtype=model.dtype,
+        ),
+        drafter=memory,
     )

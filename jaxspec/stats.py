@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import Mesh
 
 from jaxspec.config import GenerateConfig
 from jaxspec.drafters import Auto, Drafter
@@ -134,13 +135,14 @@ def row_report(
     dtype: str,
     version: str,
     load_seconds: float = 0.0,
+    mesh: Mesh | None = None,
 ) -> dict[str, Any]:
     """Return one row's result as the JSON object that `decode.py --json` prints.
 
     `accepted_by_position[j]` counts the steps in which draft token j was accepted and emitted,
     `num_drafted` the draft tokens that were fed, `accepted_over_time` has the mean tokens a step
-    of equal parts of the steps, `num_steps_by_rows` the steps by the rows of their blocks. Times
-    are those of the whole call, which its rows share; `tokens_per_second` is this row's.
+    of equal parts of the steps, `num_steps_by_rows` the steps by the rows of their blocks, `mesh`
+    the devices on each axis, null for one device. Times are those of the whole call, which its rows share; `tokens_per_second` is this row's.
     """
     num_tokens = int(generation.num_tokens[row])
     num_steps = int(generation.num_steps[row])
@@ -169,6 +171,7 @@ def row_report(
         "settings": settings_of(drafter) | settings_of(config),
         "model": model,
         "device": jax.devices()[0].device_kind,
+        "mesh": None if mesh is None else dict(mesh.shape),
         "dtype": dtype,
         "version": version,
     }

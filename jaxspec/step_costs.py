@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental import multihost_utils
 
-from jaxspec.decode import run_steps
+from jaxspec.decode import run_steps_of
 from jaxspec.drafters import Auto, Drafter
-from jaxspec.model import FlatModel
+from jaxspec.model import FlatModel, whole_model
 from jaxspec.sampling import SamplingMode
+from jaxspec.sharding import SPECS, fetch, place
 from jaxspec.state import Request, init_state
 
 _NUM_STEPS, _NUM_RUNS = 4, 2
@@ -62,7 +65,13 @@ def with_step_costs(
             )
             seconds = time.perf_counter() - started
         costs = _known[key]
-    return dataclasses.replace(request, step_costs=jnp.asarray(costs, jnp.float32)), seconds
+    return _with_costs(request, costs, model), seconds
+
+
+def _with_costs(request: Request, costs: Sequence[float], model: FlatModel) -> Request:
+    mesh = whole_model(model).mesh
+    placed = place(mesh, np.asarray(costs, np.float32), SPECS["step_costs"])
+    return dataclasses.replace(request, step_costs=placed)
 
 
 def _measure(
@@ -74,40 +83,46 @@ def _measure(
     **options: Any,
 ) -> tuple[float, ...]:
     """Time some steps of every arm, each forced in turn by costs that leave no choice."""
-    num_arms, (batch_size, capacity) = len(drafter.arms), tokens.shape
+    num_arms, capacity = len(drafter.arms), tokens.shape[1]
     # From where there is room for all steps, were every draft accepted.
     room = (_NUM_STEPS + 1) * (1 + drafter.layout.num_draft_tokens)
     start = jnp.minimum(request.prompt_length, max(1, capacity - room))
     request = dataclasses.replace(
         request,
         prompt_length=start,
-        max_new_tokens=jnp.full((batch_size,), capacity, jnp.int32),
-        eos_ids=jnp.full_like(request.eos_ids, -1),
+        max_new_tokens=start * 0 + capacity,
+        eos_ids=request.eos_ids * 0 - 1,
     )
+    steps_of = run_steps_of(model)
     state = init_state(model, tokens, request, drafter=drafter, num_logprobs=num_logprobs)
     idle: list[float] = []
     times = np.full((_NUM_RUNS, num_arms), np.inf)
     for run in range(-1, _NUM_RUNS):
         for arm in range(num_arms):
-            costs = jnp.full((num_arms,), 1e6, jnp.float32).at[arm].set(1e-6)
-            given = dataclasses.replace(request, step_costs=costs)
+            costs = np.full(num_arms, 1e6)
+            costs[arm] = 1e-6
+            given = _with_costs(request, costs.tolist(), model)
             # Without steps, that is what a call costs; the first round of all only warms up.
             for num_steps in (0, _NUM_STEPS if run >= 0 else 1):
                 state = dataclasses.replace(
                     state,
                     length=start + 0,
-                    finish=jnp.zeros_like(state.finish),
-                    num_steps=jnp.zeros_like(state.num_steps),
+                    finish=state.finish * 0,
+                    num_steps=state.num_steps * 0,
                 )
-                steps = jnp.int32(num_steps)
-                jax.block_until_ready((state, given, steps))
+                steps = np.int32(num_steps)
+                jax.block_until_ready((state, given))
                 started = time.perf_counter()
-                state = run_steps(model, state, given, steps, drafter=drafter, **options)
-                taken = int(jax.device_get(state.num_steps).max())
+                state = steps_of(model, state, given, steps, drafter=drafter, **options)
+                taken = int(fetch(state.num_steps).max())
                 seconds = time.perf_counter() - started
                 if run >= 0 and num_steps:
                     times[run, arm] = max(seconds - min(idle), 1e-9) / max(taken, 1)
                 elif run >= 0:
                     idle.append(seconds)
     best = times.min(axis=0)
-    return tuple((best / best[0]).tolist())
+    costs = best / best[0]
+    if jax.process_count() > 1:
+        # All processes have to choose alike.
+        costs = multihost_utils.broadcast_one_to_all(costs.astype(np.float32))
+    return tuple(np.asarray(costs, np.float64).tolist())

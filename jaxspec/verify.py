@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
 from jaxspec.drafters.protocol import Outcome, Proposal
 from jaxspec.layout import BlockLayout
+from jaxspec.sharding import ONE_DEVICE, ModelAxis
 from pallas_kernels import argmax_partial, verify_greedy
 from pallas_kernels.dispatch import Implementation
 
@@ -19,6 +21,7 @@ def verify(
     *,
     scores: Float[Array, "B R V"] | None = None,
     num_valid: int | None = None,
+    axis: ModelAxis = ONE_DEVICE,
     implementation: Implementation | None = None,
 ) -> Outcome:
     """Pick the target token after every logit row and accept the longest agreeing prefix.
@@ -28,23 +31,35 @@ def verify(
     accepted row, so every emitted token is the target model's own.
 
     Args:
-      logits: of the layout's R logit rows.
+      logits: of the layout's R logit rows; where devices share the vocabulary, of a part of it.
       proposal: what was fed.
       layout: the block's layout.
-      scores: what targets are the argmax of where that is not the logits: filtered and noised.
+      scores: what targets are the argmax of where that is not the logits: filtered and noised. Of
+        all ids in any case; devices that share the vocabulary have some rows each, [R', 1, V].
       num_valid: ids at or past it are never picked; None = V.
+      axis: the devices that share the vocabulary.
       implementation: kernel implementation, None = the best available.
 
     Returns:
       The outcome; `num_emitted` is `num_accepted + 1`, before any clip.
     """
-    batch_size, num_logit_rows, vocab_size = logits.shape
+    batch_size, num_logit_rows, num_columns = logits.shape
     picked = logits if scores is None else scores
     values, indices = argmax_partial(
-        picked.reshape(batch_size * num_logit_rows, vocab_size),
+        picked.reshape(-1, picked.shape[-1]),
         num_valid=num_valid,
+        index_offset=axis.index * num_columns if scores is None else 0,
         implementation=implementation,
     )
+    if axis.size > 1:
+        # Values and ids in one message between devices.
+        both = jnp.stack([jax.lax.bitcast_convert_type(values, jnp.int32), indices], axis=-1)
+        if scores is None:
+            both = axis.gather(both, axis=1)
+        else:
+            both = axis.collect_rows(both, batch_size * num_logit_rows)
+        values = jax.lax.bitcast_convert_type(both[..., 0], jnp.float32)
+        indices = both[..., 1]
     # The kernel knows logit rows only; the layout's indices count all rows of the block.
     logit_index = {row: index for index, row in enumerate(layout.logit_rows)}
     candidate_rows = tuple(
@@ -60,10 +75,7 @@ def verify(
     )
     greedy = targets
     if scores is not None:
-        # Not the kernel's XLA form: two of those in one program crash XLA's CPU compiler (seen
-        # with jax 0.10.2). The order is the same: first NaN, largest, lowest id.
-        valid = logits[..., :num_valid]
-        greedy = jnp.argmax(valid, axis=-1).astype(jnp.int32)
+        greedy = _greedy_tokens(logits, num_valid, axis)
     return Outcome(
         target_tokens=_at_logit_rows(targets, layout),
         greedy_tokens=_at_logit_rows(greedy, layout),
@@ -71,6 +83,29 @@ def verify(
         best_candidate=best_candidate,
         num_emitted=num_accepted + 1,
     )
+
+
+def _greedy_tokens(
+    logits: Float[Array, "B R V"], num_valid: int | None, axis: ModelAxis
+) -> Int[Array, "B R"]:
+    """Return the argmax of rows whose vocabulary the devices of `axis` share.
+
+    Not by the kernel's XLA form: two of those in one program crash XLA's CPU compiler (seen with
+    jax 0.10.2). The order is the same: first NaN, largest, lowest id.
+    """
+    if axis.size == 1:
+        return jnp.argmax(logits[..., :num_valid], axis=-1).astype(jnp.int32)
+    num_columns = logits.shape[-1]
+    ids = axis.index * num_columns + jnp.arange(num_columns, dtype=jnp.int32)
+    valid = (
+        logits if num_valid is None else jnp.where((ids < num_valid)[None, None], logits, -jnp.inf)
+    )
+    best = jnp.argmax(valid, axis=-1, keepdims=True)
+    values = axis.gather(jnp.take_along_axis(valid, best, axis=-1), axis=2)
+    tokens = axis.gather(ids[best], axis=2)
+    # The first of equal devices has the lowest ids.
+    device = jnp.argmax(values, axis=-1, keepdims=True)
+    return jnp.take_along_axis(tokens, device, axis=-1)[..., 0]
 
 
 def _draft_tokens(block_tokens: Int[Array, "B T"], layout: BlockLayout) -> Int[Array, "B C M"]:

@@ -13,6 +13,7 @@ import click
 import jax
 
 EXIT_BAD_INPUT = 2
+EXIT_LOST_PROCESS = 3
 EXIT_INTERRUPTED = 130
 
 
@@ -20,7 +21,8 @@ def run(command: click.Command, args: Sequence[str] | None = None) -> int:
     """Run a click command and return its exit code.
 
     Bad input, and input too large for the memory, prints one line on standard error and gives 2;
-    an interrupt gives 130. With JAXSPEC_DEBUG set, errors of values keep their traceback.
+    an interrupt gives 130, another process of the run that is gone 3. With JAXSPEC_DEBUG set,
+    errors of values keep their traceback.
     """
     if sys.stdout is None:
         sys.stdout = open(os.devnull, "w")
@@ -40,7 +42,7 @@ def run(command: click.Command, args: Sequence[str] | None = None) -> int:
     except (BrokenPipeError, SystemExit):
         # The reader left (`| head`), to which click's answer is SystemExit: nothing to report, and
         # nothing more can be written.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except click.ClickException as error:
         message = error.format_message()
@@ -52,7 +54,11 @@ def run(command: click.Command, args: Sequence[str] | None = None) -> int:
         message = str(error) or "out of memory on this machine"
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
-            raise
+            if not is_distributed():
+                raise
+            reason = " ".join(str(error).split())[:200]
+            print(f"error: lost another process of the run: {reason}", file=sys.stderr)
+            return EXIT_LOST_PROCESS
         message = (
             "out of memory on the device: expected to fit, got "
             + str(error).splitlines()[0]
@@ -70,9 +76,10 @@ def leave(code: int) -> NoReturn:
     """Leave Python with an exit code.
 
     After an interrupt at once: programs that still compile or run in other threads would crash
-    Python while it shuts down.
+    Python while it shuts down. So too with other processes after an error: they are not there, or
+    would be waited for.
     """
-    if code == EXIT_INTERRUPTED:
+    if code == EXIT_INTERRUPTED or (code > 1 and is_distributed()):
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
         os._exit(code)
@@ -86,6 +93,11 @@ def _interrupt(signal_number: int, frame: object) -> None:
     global _was_interrupted
     _was_interrupted = True
     raise KeyboardInterrupt
+
+
+def is_distributed() -> bool:
+    """Return whether this is one of several processes of a run."""
+    return jax.distributed.is_initialized() and jax.process_count() > 1
 
 
 def raise_if_interrupted() -> None:

@@ -17,6 +17,7 @@ from typing import Any
 import click
 import command
 import jax
+import meshes
 import terminal
 
 import checkpoints
@@ -191,6 +192,8 @@ SAMPLING_FLAGS = (
 @click.option("--presence-penalty", type=float, default=0.0, help="0: off.")
 @click.option("--frequency-penalty", type=float, default=0.0, help="0: off.")
 @click.option("--seed", type=click.IntRange(0, 2**32 - 1), default=0, help="Of random streams.")
+@meshes.mesh_options
+@meshes.process_options
 @click.option("--stream/--no-stream", default=True, help="Show text as it comes.")
 @click.option("--show-drafts", is_flag=True, help="Colour accepted draft tokens as they come.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object a prompt.")
@@ -199,6 +202,7 @@ SAMPLING_FLAGS = (
 def main(**flags: Any) -> int:
     """Continue prompts with Qwen3; speculation changes the time, not the text."""
     command.enable_compilation_cache()
+    meshes.join_processes(flags)
     prompts = read_prompts(flags["prompt"], flags["prompt_file"], flags["prompt_ids"])
     if flags["model"] == "":
         raise click.UsageError("--model is empty: expected a directory or a hub id")
@@ -209,8 +213,9 @@ def main(**flags: Any) -> int:
     dtype = flags["dtype"] or ("float32" if platform == "cpu" else "bfloat16")
     model_path = checkpoints.BUNDLED_MODEL if flags["model"] is None else flags["model"]
     config = make_config(flags)
+    mesh = meshes.make_mesh(flags)
     started = time.perf_counter()
-    model, tokenizer = checkpoints.load(model_path, dtype=dtype)
+    model, tokenizer = checkpoints.load(model_path, mesh=mesh, dtype=dtype)
     load_seconds = time.perf_counter() - started
     if config.stop_strings and tokenizer is None:
         raise click.UsageError("--stop needs a tokenizer, which the model directory has not")
@@ -252,9 +257,11 @@ class Decoder:
         show_drafts: bool = False,
     ) -> list[dict[str, Any]]:
         """Decode the prompts and return a report a row; `live` prints text as it comes."""
-        screen = terminal.LiveText(self.tokenizer, self.search, self.prompt_ids) if live else None
+        screen = None
+        if live and is_speaker():
+            screen = terminal.LiveText(self.tokenizer, self.search, self.prompt_ids)
         # Which tokens were drafts is read off the counts after every single step.
-        steps_per_chunk = (1 if show_drafts else 8) if screen else None
+        steps_per_chunk = (1 if show_drafts else 8) if live else None
         for generation in self._stream(self.config, drafter, steps_per_chunk):
             if screen:
                 screen.show(generation, show_drafts=show_drafts)
@@ -270,6 +277,7 @@ class Decoder:
                 dtype=self.dtype,
                 version=jaxspec.__version__,
                 load_seconds=self.load_seconds,
+                mesh=self.model.mesh,
             )
             for row, ids in enumerate(generation.token_ids)
         ]
@@ -318,6 +326,11 @@ class Decoder:
             yield generation
 
 
+def is_speaker() -> bool:
+    """Return whether this process prints: of several, which all have the same texts, one does."""
+    return jax.process_index() == 0
+
+
 def report(decoder: Decoder, flags: dict[str, Any], drafter: Drafting) -> int:
     """Decode as the flags say, print the outcome, return the exit code."""
     spec, as_json = flags["spec"], flags["as_json"]
@@ -335,7 +348,9 @@ def report(decoder: Decoder, flags: dict[str, Any], drafter: Drafting) -> int:
         for row, timed_row, reference, place in zip(rows, timed, references, found, strict=True):
             row |= timed_row | {"compile_seconds": row["compile_seconds"]}
             row |= stats.comparison(row, reference, place)
-    if as_json:
+    if not is_speaker():
+        pass
+    elif as_json:
         for row in rows:
             click.echo(json.dumps(row, ensure_ascii=False))
     else:

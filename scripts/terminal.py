@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import click
@@ -80,11 +80,18 @@ class LiveText:
             click.secho(prompt, nl=False, dim=True)
 
 
+def _mesh_of(row: Mapping[str, Any]) -> str:
+    """Return the devices of a run as they were asked for, nothing for one device."""
+    if row["mesh"] is None:
+        return ""
+    return ", " + ", ".join(f"{name}={size}" for name, size in row["mesh"].items())
+
+
 def print_table(rows: Sequence[dict[str, Any]]) -> None:
     """Print what each row took, and how it compares where that was asked."""
     first = rows[0]
     table = Table(
-        title=f"{first['model']}, {first['dtype']}, {first['device']}",
+        title=f"{first['model']}, {first['dtype']}, {first['device']}{_mesh_of(first)}",
         caption=(
             f"load model {first['load_seconds']:.1f} s, "
             f"compile or load programs {first['compile_seconds']:.1f} s, "

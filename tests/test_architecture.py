@@ -21,6 +21,7 @@ ORDER = (
     "text",
     "config",
     "layout",
+    "sharding",
     "cache",
     "model",
     "drafters",

@@ -214,8 +214,9 @@ def draws(layout: BlockLayout, block: np.ndarray, settings: dict, num_draws: int
         rows = jnp.tile(jnp.asarray(block)[None], (batch_size, 1))
         logits = jnp.asarray(TABLE)[rows][:, list(layout.logit_rows)]
         scores = process_logits(logits, request, mode, num_valid=None, counts=None)
-        length = jnp.full((batch_size,), 5, jnp.int32)
-        scores = add_noise(scores, request, seeds, length, layout)
+        length = jnp.full((batch_size, 1), 5, jnp.int32)
+        depth = np.asarray(layout.depth, np.int32)[list(layout.logit_rows)]
+        scores = add_noise(scores, request, seeds, length + depth[None], depth)
         num_draft = jnp.full((batch_size, layout.num_candidates), layout.num_draft_tokens)
         proposal = Proposal(rows, num_draft.astype(jnp.int32))
         outcome: Outcome = verify(logits, proposal, layout, scores=scores)
@@ -224,7 +225,7 @@ def draws(layout: BlockLayout, block: np.ndarray, settings: dict, num_draws: int
         # Where nothing was accepted the second token comes from the next step: position 6.
         again = jnp.asarray(TABLE)[tokens[:, :1]]
         again = process_logits(again, request, mode, num_valid=None, counts=None)
-        again = add_noise(again, request, seeds, length + 1, BlockLayout.linear(1))
+        again = add_noise(again, request, seeds, length + 1, depth[:1])
         second = jnp.argmax(again[:, 0], axis=-1)
         if layout.num_draft_tokens:
             second = jnp.where(outcome.num_accepted > 0, tokens[:, 1], second)

@@ -229,14 +229,14 @@ def test_chunks_change_nothing(drafter):
 
 def test_a_stopped_row_takes_part_in_no_further_step(monkeypatch):
     entered = []
-    run_steps = generation.run_steps
+    run_steps = generation.run_steps_of(model())
 
     def spy(flat, state, request, num_steps, **options):
         if num_steps > 0:
             entered.append((np.asarray(state.finish), np.asarray(state.num_steps)))
         return run_steps(flat, state, request, num_steps, **options)
 
-    monkeypatch.setattr(generation, "run_steps", spy)
+    monkeypatch.setattr(generation, "run_steps_of", lambda model: spy)
     config = dataclasses.replace(PLAIN, **three_ends())
     *_, result = stream(model(), prompts(3), config, tokenizer=TOKENIZER, steps_per_chunk=1)
     num_kept = result.num_tokens[0]
