@@ -190,8 +190,12 @@ class Attention(nnx.Module):
         """Return the residual stream after attention, the block's own K/V, and the counters."""
         weight, batch_size = self.qkv_proj[...], block.num_cached.shape[0]
         width, *heads = weight.shape
-        qkv = rms_linear(
-            rows, weight.reshape(width, -1), eps=self.eps, implementation=block.product_kernels
+        qkv, counters = rms_linear(
+            rows,
+            weight.reshape(width, -1),
+            counters,
+            eps=self.eps,
+            implementation=block.product_kernels,
         )
         cache_key, cache_value = cache or (None, None)
         out, key, value, counters = block_attention(
@@ -229,8 +233,12 @@ class FeedForward(nnx.Module):
         self, rows: PreNorm, next_norm: RMSNorm, counters: jax.Array | None, block: Block
     ) -> tuple[PreNorm, jax.Array | None]:
         """Return the residual stream after the feed-forward part, and the counters."""
-        hidden = rms_swiglu(
-            rows, self.gate_up_proj[...], eps=self.eps, implementation=block.product_kernels
+        hidden, counters = rms_swiglu(
+            rows,
+            self.gate_up_proj[...],
+            counters,
+            eps=self.eps,
+            implementation=block.product_kernels,
         )
         return add_product(hidden, self.down_proj[...], rows, next_norm, counters, block)
 
@@ -348,8 +356,11 @@ class Qwen3(nnx.Module):
         block = Block(cos, sin, num_cached, layout, kernels, self.axis)
         norms = [layer.input_layernorm for layer in self.layers] + [self.norm]
         rows = pre_norm(x.reshape(-1, x.shape[-1]), norms[0].weight[...])
-        qkv_shape = (*block_tokens.shape, *self.layers[0].self_attn.qkv_proj.shape[1:])
-        most = max(attention.num_counters(qkv_shape), linear.num_counters(x.shape[-1]))
+        heads, inner = self.layers[0].self_attn.qkv_proj.shape[1:], self.layers[0].mlp.down_proj
+        columns = max(x.shape[-1], math.prod(heads), inner.shape[0])
+        most = max(
+            attention.num_counters((*block_tokens.shape, *heads)), linear.num_counters(columns)
+        )
         counters: jax.Array | None = jnp.zeros((most,), jnp.int32)
         kv = []
         for index, layer in enumerate(self.layers):
@@ -381,7 +392,7 @@ class Qwen3(nnx.Module):
             )
         head = self.embed_tokens if self.lm_head is None else self.lm_head
         with jax.named_scope("lm_head"):
-            logits = rms_linear(
+            logits, _ = rms_linear(
                 rows,
                 head[...],
                 eps=self.config.rms_norm_eps,

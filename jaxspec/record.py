@@ -129,7 +129,7 @@ def step_record(
 
 def emitted_logits(
     logits: Float[Array, "B R V"],
-    scores: Float[Array, "B R V"] | None,
+    scores: Float[Array, "_ _ _"] | None,
     emitted: Int[Array, "B W"],
     rows: Int[Array, "B W"] | None,
     layout: BlockLayout,

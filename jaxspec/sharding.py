@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
-from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array
 
@@ -275,7 +275,7 @@ class ModelAxis:
 ONE_DEVICE = ModelAxis()
 
 
-def model_size(mesh: Mesh | None) -> int:
+def model_size(mesh: Mesh | AbstractMesh | None) -> int:
     """Return the devices that share a model."""
     return 1 if mesh is None else mesh.shape[MODEL]
 

@@ -142,7 +142,8 @@ def row_report(
     `accepted_by_position[j]` counts the steps in which draft token j was accepted and emitted,
     `num_drafted` the draft tokens that were fed, `accepted_over_time` has the mean tokens a step
     of equal parts of the steps, `num_steps_by_rows` the steps by the rows of their blocks, `mesh`
-    the devices on each axis, null for one device. Times are those of the whole call, which its rows share; `tokens_per_second` is this row's.
+    the devices on each axis, null for one device. Times are those of the whole call, which its rows
+    share; `tokens_per_second` is this row's.
     """
     num_tokens = int(generation.num_tokens[row])
     num_steps = int(generation.num_steps[row])

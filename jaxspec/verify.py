@@ -19,7 +19,7 @@ def verify(
     proposal: Proposal,
     layout: BlockLayout,
     *,
-    scores: Float[Array, "B R V"] | None = None,
+    scores: Float[Array, "_ _ _"] | None = None,
     num_valid: int | None = None,
     axis: ModelAxis = ONE_DEVICE,
     implementation: Implementation | None = None,

@@ -10,17 +10,18 @@ from typing import Any
 import click
 import command
 import jax
+import meshes
 import plotting
 import rich.box
 import rich.console
 from options import PROMPTS, dtype_option, model_option, out_option, prompts_option
-from reporting import machine, report
+from reporting import machine, mesh_sizes, report
 from rich.table import Table
 
 import checkpoints
-from jaxspec import Auto, Drafter, GenerateConfig, drafters, evaluation, text, tuning
+from jaxspec import Auto, Drafter, GenerateConfig, Qwen3, drafters, evaluation, text, tuning
 from jaxspec.evaluation import Prompt, Row
-from jaxspec.runner import Runner
+from jaxspec.runner import Run, Runner
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"], "show_default": True})
@@ -37,6 +38,7 @@ from jaxspec.runner import Runner
 @click.option("--promptlookup", help="M,NGRAM,MIN.  [default: the platform's]")
 @click.option("--lookahead", help="W,N,G.  [default: the platform's]")
 @dtype_option
+@meshes.mesh_options
 @click.option("--max-new-tokens", type=click.IntRange(min=1), default=256)
 @click.option("--repeats", type=click.IntRange(min=1), default=3, help="Timed runs of each text.")
 @click.option("--sweep", is_flag=True, help="Also try many settings of each mode.")
@@ -48,13 +50,15 @@ def decode(**flags: Any) -> None:
     """Compare the drafters on prompts, one at a time: speed, acceptance, equality with none.
 
     "counted" is the part of a text before it becomes periodic. A mode wins where it is at least
-    1.3 times as fast as none, on the whole text and on that part.
+    1.3 times as fast as none, on the whole text and on that part. On a mesh one device holds the
+    whole model too, in float32 as well: it says how close to ties the texts come.
     """
     started = time.monotonic()
     limit = flags["time_limit"]
     if flags["plot"]:
         plotting.check(flags["plot"])
     command.enable_compilation_cache()
+    mesh = meshes.make_mesh(flags)
     compared = make_drafters(flags)
     files = list(flags["prompts"]) or sorted(map(str, PROMPTS.glob("*.jsonl")))
     prompts = [prompt for file in files for prompt in evaluation.read_prompts(file)]
@@ -62,8 +66,14 @@ def decode(**flags: Any) -> None:
     path = flags["model"] or checkpoints.BUNDLED_MODEL
     model, tokenizer = checkpoints.load(path, dtype=dtype)
     config = GenerateConfig(max_new_tokens=flags["max_new_tokens"])
-    runner = Runner(model, [text.encode(tokenizer, prompt.text) for prompt in prompts], config)
+    encoded = [text.encode(tokenizer, prompt.text) for prompt in prompts]
+    if mesh is None:
+        runner = Runner(model, encoded, config)
+    else:
+        spread, _ = checkpoints.load(path, mesh=mesh, dtype=dtype)
+        runner = SpreadRunner(spread, model, encoded, config)
     where = machine() | {
+        "mesh": mesh_sizes(mesh),
         "model": Path(path).resolve().name,
         "dtype": dtype,
         "prompts": [Path(file).name for file in files],
@@ -76,6 +86,33 @@ def decode(**flags: Any) -> None:
         say=lambda row: report(row | where, flags["out"]),
         is_over=lambda: limit is not None and time.monotonic() - started > limit,
     ).run(flags, title=" · ".join(str(where[key]) for key in ("model", "dtype", "device")))
+
+
+class SpreadRunner(Runner):
+    """Decodes on a mesh; its `model` is a copy on one device, which the evaluation of texts needs.
+
+    Args:
+      spread: the model on the mesh.
+      whole: the same model on one device.
+      prompts: token ids of each prompt.
+      config: what to generate.
+    """
+
+    def __init__(
+        self,
+        spread: Qwen3,
+        whole: Qwen3,
+        prompts: Sequence[Sequence[int]],
+        config: GenerateConfig,
+    ) -> None:
+        # No super().__init__: it would cache the prompts of the copy.
+        self._runner = Runner(spread, prompts, config)
+        self.model, self.prompts, self.config = whole, prompts, config
+        self.capacity = self._runner.capacity
+
+    def run(self, index: int, drafter: Drafter | Auto, **options: Any) -> Run:
+        """Decode one prompt on the mesh; arguments are those of `Runner.run`."""
+        return self._runner.run(index, drafter, **options)
 
 
 # The fields that a mode's flag sets, in order.

@@ -11,6 +11,7 @@ from typing import Any
 import click
 import command
 import jax
+import meshes
 import rich.box
 import rich.console
 from options import (
@@ -23,16 +24,28 @@ from options import (
     out_option,
     prompts_option,
 )
-from reporting import machine, report
+from reporting import machine, mesh_sizes, report
 from rich.table import Table
 
 import checkpoints
-from jaxspec import Drafter, GenerateConfig, NoDraft, drafters, evaluation, text
+from jaxspec import Drafter, GenerateConfig, NoDraft, Qwen3, drafters, evaluation, text
 from jaxspec.runner import Run, Runner
 from jaxspec.stats import first_different_index
 
 Row = dict[str, Any]
-SAME_WIDTH, ONE_ROW = "same width", "one row"
+SAME_WIDTH, ONE_ROW, ONE_DEVICE = "same width", "one row", "one device"
+
+
+@dataclasses.dataclass(frozen=True)
+class Way:
+    """How a text is decoded: by what, with which kernels, and whether on the mesh if there is one.
+
+    `kernels` is None for the default.
+    """
+
+    drafter: Drafter
+    kernels: str | None
+    is_spread: bool = True
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,8 +54,8 @@ class Comparison:
 
     name: str
     against: str
-    left: tuple[Drafter, str | None]
-    right: tuple[Drafter, str | None]
+    left: Way
+    right: Way
     must_be_equal: bool
 
 
@@ -54,6 +67,7 @@ class Comparison:
 @dtype_option
 @click.option("--kernels", default="default", callback=kernel_names,
               help=f"Implementations to run with, of {', '.join(KERNELS)}.")  # fmt: skip
+@meshes.mesh_options
 @click.option("--promptlookup", default="7", callback=integers, help="Draft tokens M to try.")
 @click.option("--lookahead", help="W,N,G.  [default: the platform's]")
 @click.option(
@@ -67,8 +81,9 @@ def exactness(**flags: Any) -> int:
     """Compare promptlookup and lookahead with plain decoding, texts running on after their end.
 
     promptlookup must give the tokens of none at the same width of the block; in float32 all modes,
-    widths and kernels must agree. The exit code is 1 where they do not. Elsewhere near ties may
-    fall differently: each difference shows the gap of the two best logits in its place.
+    widths and kernels must agree, and a mesh with one device, which then holds the model too. The
+    exit code is 1 where they do not. Elsewhere near ties may fall differently: each difference
+    shows the gap of the two best logits in its place.
     """
     started = time.monotonic()
     limit = flags["time_limit"]
@@ -77,25 +92,36 @@ def exactness(**flags: Any) -> int:
     prompts = [prompt for file in files for prompt in evaluation.read_prompts(file)]
     prompts = prompts[: flags["limit"]]
     dtype = flags["dtype"] or ("float32" if jax.default_backend() == "cpu" else "bfloat16")
+    mesh = meshes.make_mesh(flags)
     compared = comparisons(flags, is_float32=dtype == "float32")
+    if mesh is not None:
+        compared += mesh_comparisons(compared, is_float32=dtype == "float32")
     path = flags["model"] or checkpoints.BUNDLED_MODEL
-    model, tokenizer = checkpoints.load(path, dtype=dtype)
+    whole, tokenizer = checkpoints.load(path, dtype=dtype)
+    models = {True: whole}
+    if mesh is not None:
+        models = {False: whole, True: checkpoints.load(path, mesh=mesh, dtype=dtype)[0]}
     ids = [text.encode(tokenizer, prompt.text) for prompt in prompts]
     runners = {
-        kernels: Runner(
+        (kernels, is_spread): Runner(
             model,
             ids,
             GenerateConfig(max_new_tokens=flags["max_new_tokens"], kernels=kernels),
         )
         for kernels in flags["kernels"]
+        for is_spread, model in models.items()
     }
-    where = machine() | {"model": Path(path).resolve().name, "dtype": dtype}
+    where = machine() | {
+        "mesh": mesh_sizes(mesh),
+        "model": Path(path).resolve().name,
+        "dtype": dtype,
+    }
     rows: list[Row] = []
     for index, prompt in enumerate(prompts):
         if limit is not None and time.monotonic() - started > limit:
             click.echo(f"PARTIAL: the time limit was reached after {index} of {len(prompts)}")
             break
-        for row in compare(runners, index, compared):
+        for row in compare(runners, whole, index, compared):
             rows.append({"measure": "exactness", "id": prompt.id, "file": prompt.file} | row)
             report(rows[-1] | where, flags["out"])
     totals = summarize(rows, compared)
@@ -121,46 +147,73 @@ def comparisons(flags: Row, *, is_float32: bool) -> list[Comparison]:
     lookahead = drafters.make_drafter("lookahead", platform=platform, **settings)
     result = []
     for kernels in flags["kernels"]:
-        plain = (NoDraft(), kernels)
+        plain = Way(NoDraft(), kernels)
         for num_drafts in flags["promptlookup"]:
             name = f"promptlookup {num_drafts}"
             lookup = drafters.make_drafter(
                 "promptlookup", platform=platform, num_draft_tokens=num_drafts
             )
-            wide = (NoDraft(num_padding_rows=num_drafts), kernels)
-            result.append(Comparison(name, SAME_WIDTH, (lookup, kernels), wide, True))
-            result.append(Comparison(name, ONE_ROW, (lookup, kernels), plain, is_float32))
+            wide = Way(NoDraft(num_padding_rows=num_drafts), kernels)
+            result.append(Comparison(name, SAME_WIDTH, Way(lookup, kernels), wide, True))
+            result.append(Comparison(name, ONE_ROW, Way(lookup, kernels), plain, is_float32))
         shown = f"{lookahead.window_size},{lookahead.ngram_size},{lookahead.num_candidates}"
         result.append(
-            Comparison(f"lookahead {shown}", ONE_ROW, (lookahead, kernels), plain, is_float32)
+            Comparison(f"lookahead {shown}", ONE_ROW, Way(lookahead, kernels), plain, is_float32)
         )
     first, *others = flags["kernels"]
     for kernels in others:
         against = f"kernels {first or 'default'}"
-        pair = ((NoDraft(), kernels), (NoDraft(), first))
+        pair = (Way(NoDraft(), kernels), Way(NoDraft(), first))
         result.append(Comparison("none", against, *pair, is_float32))
     return result
 
 
-def compare(
-    runners: dict[str | None, Runner], index: int, compared: Sequence[Comparison]
-) -> Iterator[Row]:
-    """Yield a row for each comparison on one prompt; every text is decoded once."""
-    runs: dict[tuple[Drafter, str | None], Run] = {}
+def mesh_comparisons(compared: Sequence[Comparison], *, is_float32: bool) -> list[Comparison]:
+    """Return comparisons of every mode on the mesh with none on one device."""
+    result = []
+    for kernels in dict.fromkeys(comparison.left.kernels for comparison in compared):
+        modes = {"none": Way(NoDraft(), kernels)} | {
+            comparison.name: comparison.left
+            for comparison in compared
+            if comparison.left.kernels == kernels
+        }
+        plain = Way(NoDraft(), kernels, is_spread=False)
+        result += [
+            Comparison(name, ONE_DEVICE, way, plain, is_float32) for name, way in modes.items()
+        ]
+    return result
 
-    def run(drafter: Drafter, kernels: str | None) -> Run:
-        if (drafter, kernels) not in runs:
-            runs[drafter, kernels] = runners[kernels].run(index, drafter, ignore_eos=True)
-        return runs[drafter, kernels]
+
+def compare(
+    runners: dict[tuple[str | None, bool], Runner],
+    whole: Qwen3,
+    index: int,
+    compared: Sequence[Comparison],
+) -> Iterator[Row]:
+    """Yield a row for each comparison on one prompt; every text is decoded once.
+
+    Args:
+      runners: by kernels and whether they are on the mesh.
+      whole: the model on one device.
+      index: of the prompt.
+      compared: what to compare.
+    """
+    runs: dict[Way, Run] = {}
+
+    def run(way: Way) -> Run:
+        if way not in runs:
+            runner = runners[way.kernels, way.is_spread]
+            runs[way] = runner.run(index, way.drafter, ignore_eos=True)
+        return runs[way]
 
     for comparison in compared:
-        left, right = run(*comparison.left), run(*comparison.right)
-        runner = runners[comparison.right[1]]
+        left, right = run(comparison.left), run(comparison.right)
+        runner = runners[comparison.right.kernels, comparison.right.is_spread]
         position = first_different_index(left.token_ids, right.token_ids)
         row: Row = {
             "mode": comparison.name,
             "against": comparison.against,
-            "kernels": comparison.left[1] or "default",
+            "kernels": comparison.left.kernels or "default",
             "num_tokens": len(left.token_ids),
             "num_equal": len(left.token_ids) if position is None else position,
             "mean_accepted_length": len(left.token_ids) / left.num_steps,
@@ -172,17 +225,22 @@ def compare(
             "gap": None,
         }
         if position is not None:
-            row |= _difference(runner, index, position, left.token_ids, right.token_ids)
+            row |= _difference(runner, whole, index, position, left.token_ids, right.token_ids)
         yield row
 
 
 def _difference(
-    runner: Runner, index: int, position: int, left: Sequence[int], right: Sequence[int]
+    runner: Runner,
+    whole: Qwen3,
+    index: int,
+    position: int,
+    left: Sequence[int],
+    right: Sequence[int],
 ) -> Row:
     """Return the two ids at a difference, and the gap of the two best logits there."""
     prompt = runner.prompts[index]
     gap = evaluation.top2_gap(
-        runner.model, [*prompt, *right], len(prompt) + position, capacity=runner.capacity
+        whole, [*prompt, *right], len(prompt) + position, capacity=runner.capacity
     )
     ids = {"token_id": _at(left, position), "reference_token_id": _at(right, position)}
     return ids | {"gap": gap}
@@ -196,7 +254,7 @@ def summarize(rows: Sequence[Row], compared: Sequence[Comparison]) -> list[Row]:
     """Return one row a comparison over all prompts."""
     totals = []
     for comparison in compared:
-        kernels = comparison.left[1] or "default"
+        kernels = comparison.left.kernels or "default"
         key = (comparison.name, comparison.against, kernels)
         part = [row for row in rows if (row["mode"], row["against"], row["kernels"]) == key]
         gaps = [row["gap"] for row in part if row["gap"] is not None]

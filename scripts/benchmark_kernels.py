@@ -162,6 +162,9 @@ def _variant(name: str, case: Any, variant: dict[str, Any], smoke: bool) -> Call
         return pallas_kernels.PreNorm(y, arrays[3], scaled, sum_squares), counters
 
     special = {"block_attention": attention, "linear_residual": residual}
+    special |= dict.fromkeys(
+        ("rms_linear", "rms_swiglu"), lambda counters, *arrays: op(*arrays, counters)
+    )
     return special.get(name, lambda state, *arrays: (op(*arrays), state))
 
 

@@ -9,24 +9,31 @@ import os
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import click
 import command
 import jax
 import jax.numpy as jnp
+import meshes
+import numpy as np
 import peers
 import step_tables
 from first_token import compile_prefill, measure_first_token, profile_prefill
+from jax.sharding import Mesh
 from options import KERNELS, dtype_option, integers, kernel_names, out_option
 from rates import measure_copy_rate, measure_product_rate, measure_read_rate
-from reporting import machine, report
+from reporting import machine, mesh_sizes, report
 from shapes import SHAPES, config_of, key_value_bytes, random_model, weight_bytes
 from step_bench import Bench, Program
 from step_measures import measure_added, measure_overhead, measure_step, profile_step
+from throughput import measure_load, measure_throughput
 
-from jaxspec import Drafter, GenerateConfig, Lookahead, NoDraft, PromptLookup
+from jaxspec import Drafter, GenerateConfig, Lookahead, NoDraft, PromptLookup, Qwen3
 from jaxspec.drafters import make_drafter
+from jaxspec.generation import capacity_for
+from jaxspec.sharding import data_size, model_size, shard_config
 
 Row = dict[str, Any]
 POSITIVE = click.IntRange(min=1)
@@ -45,6 +52,13 @@ SAMPLING_SETTINGS: tuple[Row, ...] = (
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"], "show_default": True})
 @click.option("--shape", "shapes", type=click.Choice(SHAPES), multiple=True, default=("8b",))
+@click.option(
+    "--part-of",
+    default="1",
+    callback=integers,
+    help="Time what one of so many devices that share the model does, alone and on one device: a "
+    "step of theirs without what they say to each other. Several with commas.",
+)
 @click.option("--rows", default=ROWS, callback=integers, help="Widths of the block to time.")
 @click.option("--batch", type=POSITIVE, default=1, help="Texts decoded at once.")
 @click.option("--capacity", type=POSITIVE, default=2048, help="Slots of text and cache.")
@@ -72,6 +86,19 @@ SAMPLING_SETTINGS: tuple[Row, ...] = (
 @click.option("--compile", "is_cold", is_flag=True, help="Also compile cold: no cache is used.")
 @click.option("--ttft", is_flag=True, help="Also time prefill and first step of a prompt.")
 @click.option("--prompt-tokens", type=POSITIVE, default=4096, help="Of the prompt of --ttft.")
+@click.option(
+    "--throughput",
+    type=POSITIVE,
+    default=None,
+    help="Also decode so many prompts of --length tokens at once, --steps new tokens each.",
+)
+@click.option(
+    "--load",
+    type=click.Path(exists=True, file_okay=False),
+    default=None,
+    help="Also load the weights of a directory: time, and memory of a device.",
+)
+@meshes.mesh_options
 @click.option("--peers", "has_peers", is_flag=True, help="Also time transformers on PyTorch.")
 @click.option(
     "--jobs",
@@ -90,14 +117,20 @@ def step(**flags: Any) -> int:
     """Time a decode step of random models, in the product's own loop.
 
     "of copy" and "of read" compare with the time that the device takes to copy or to read as many
-    bytes as the step reads weights. A measurement that fails is a row with "error", and makes the
-    exit code 1.
+    bytes as the step reads weights. On a mesh bytes, rates and shares are those of one device. A
+    measurement that fails is a row with "error", and makes the exit code 1.
     """
     if flags["length"] + flags["steps"] > flags["capacity"]:
         raise click.UsageError(
             f"--length {flags['length']} and --steps {flags['steps']}: expected at most "
             f"--capacity {flags['capacity']} together, got {flags['length'] + flags['steps']}"
         )
+    if any(flags[name] is not None for name in ("mesh", "tp", "dp")):
+        for name, flag in (("overhead", "--overhead"), ("has_peers", "--peers")):
+            if flags[name]:
+                raise click.UsageError(f"{flag} is of one device: leave out --mesh, --tp and --dp")
+        if flags["part_of"] != (1,):
+            raise click.UsageError("--part-of is of one device: leave out --mesh, --tp and --dp")
     if flags["has_peers"]:
         for name in ("torch", "transformers"):
             if importlib.util.find_spec(name) is None:
@@ -108,16 +141,17 @@ def step(**flags: Any) -> int:
         command.enable_compilation_cache()
     elif jax.config.jax_compilation_cache_dir is not None:
         jax.config.update("jax_enable_compilation_cache", False)
-    return StepBenchmark(flags).run()
+    return StepBenchmark(flags, meshes.make_mesh(flags)).run()
 
 
 class StepBenchmark:
     """One run of the benchmark: what to measure, and what was measured so far."""
 
-    def __init__(self, flags: Row) -> None:
+    def __init__(self, flags: Row, mesh: Mesh | None) -> None:
         self.flags, self.rows, self.num_skipped = flags, [], 0
+        self.mesh = mesh
         self.started = time.monotonic()
-        self.where = machine()
+        self.where = {"mesh": mesh_sizes(mesh)} | machine()
         self.is_gpu = jax.default_backend() == "gpu"
         self.dtype = flags["dtype"] or ("bfloat16" if self.is_gpu else "float32")
         self.rates: dict[str, float] = {}
@@ -126,13 +160,19 @@ class StepBenchmark:
         """Measure what the flags ask for, print the tables, and return the exit code."""
         names = ("batch", "capacity", "length")
         common = {name: self.flags[name] for name in names} | {"dtype": self.dtype}
+        if self.flags["load"] is not None:
+            # First of all: what comes before would be part of the peak of memory.
+            name = {"measure": "load", "model": Path(self.flags["load"]).resolve().name}
+            path, dtype = self.flags["load"], jnp.dtype(self.dtype)
+            self.measure(name | {"dtype": self.dtype}, measure_load, path, dtype, self.mesh)
         if self.flags["has_peers"]:
             for shape in self.flags["shapes"]:
                 self.measure_peers({"shape": shape} | common)
         self.measure_rates()
         for shape in self.flags["shapes"]:
-            self.measure_shape({"shape": shape} | common)
-            gc.collect()  # the weights, before those of the next shape are made
+            for part_of in self.flags["part_of"]:
+                self.measure_shape({"shape": shape, "part_of": part_of} | common)
+                gc.collect()  # the weights, before those of the next shape are made
         step_tables.print_tables(self.rows)
         if self.num_skipped:
             click.echo(f"PARTIAL: the time limit left {self.num_skipped} measurements out")
@@ -198,19 +238,30 @@ class StepBenchmark:
         """Report all that is asked about one shape."""
         started = time.perf_counter()
         config, dtype = config_of(label["shape"]), jnp.dtype(self.dtype)
-        model = self.attempt(
-            {"measure": "model"} | label, lambda: jax.block_until_ready(random_model(config, dtype))
-        )
+
+        def make_model() -> Qwen3:
+            config_of_part = shard_config(config, label["part_of"])
+            return jax.block_until_ready(random_model(config_of_part, dtype, mesh=self.mesh))
+
+        model = self.attempt({"measure": "model"} | label, make_model)
         if model is None:
             return
+        config = model.config
         num_bytes = weight_bytes(model)
         seconds = time.perf_counter() - started
         self.say({"measure": "model", "weight_bytes": num_bytes, "seconds": seconds} | label)
-        tokens = self.flags["batch"] * self.flags["length"]
-        label = label | {
-            "weight_bytes": num_bytes,
-            "kv_bytes": key_value_bytes(config, tokens, dtype.itemsize),
-        }
+        if self.flags["throughput"] is not None:
+            # Before the bench has a cache, which would be in the way of these texts'.
+            self.measure_texts(model, label)
+        # Of the device that has most of the texts.
+        texts = -(-self.flags["batch"] // data_size(self.mesh))
+        kv_bytes = key_value_bytes(
+            config,
+            texts * self.flags["length"],
+            dtype.itemsize,
+            num_shards=model_size(self.mesh),
+        )
+        label = label | {"weight_bytes": num_bytes, "kv_bytes": kv_bytes}
         bench = Bench(
             model,
             batch_size=self.flags["batch"],
@@ -229,6 +280,27 @@ class StepBenchmark:
             if self.flags["auto"]:
                 self.measure_arms(bench, label | {"kernels": kernels or "default"}, kernels)
             self.measure_prefill(bench, label | {"kernels": kernels or "default"}, kernels)
+
+    def measure_texts(self, model: Qwen3, label: Row) -> None:
+        """Report the tokens per second of many texts at once."""
+        num_prompts, steps = self.flags["throughput"], self.flags["steps"]
+        capacity = capacity_for(self.flags["length"] + steps)
+        label = {"measure": "throughput"} | label | {"batch": num_prompts, "capacity": capacity}
+        for kernels in self.flags["kernels"]:
+            for spec in ("none", "promptlookup"):
+                drafter = make_drafter(spec, platform=jax.default_backend())
+                name = {"rows": drafter.layout.num_rows, "kernels": kernels or "default"}
+                self.measure(
+                    label | name | {"drafter": spec},
+                    measure_throughput,
+                    model,
+                    drafter,
+                    num_prompts=num_prompts,
+                    prompt_tokens=self.flags["length"],
+                    new_tokens=steps,
+                    kernels=kernels,
+                    num_runs=self.flags["runs"],
+                )
 
     def measure_loops(
         self,
@@ -319,10 +391,10 @@ class StepBenchmark:
         if plain is None or chosen is None:
             return
         for index, arm in enumerate(drafter.arms):
-            costs = jnp.full(len(drafter.arms), 1e6).at[index].set(1e-6)
-            forced = dataclasses.replace(
-                chosen, request=dataclasses.replace(chosen.request, step_costs=costs)
-            )
+            costs = np.full(len(drafter.arms), 1e6)
+            costs[index] = 1e-6
+            request = bench.with_step_costs(chosen.request, costs)
+            forced = dataclasses.replace(chosen, request=request)
             options = {"num_steps": self.flags["steps"], "num_runs": self.flags["runs"]}
             self.measure(
                 label | {"rows": arm.layout.num_rows, "compile_seconds": chosen.compile_seconds},

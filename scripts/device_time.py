@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import re
 import statistics
 import tempfile
 import time
@@ -15,6 +16,11 @@ import jax
 import jax.numpy as jnp
 
 Row = dict[str, Any]
+# In the names of kernels and operations by which devices talk to each other: NCCL's and XLA's own.
+_COLLECTIVE = re.compile(
+    r"nccl|nvshmem|collective|all[-_]?reduce|all[-_]?gather|all[-_]?to[-_]?all|reduce[-_]?scatter",
+    re.IGNORECASE,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,12 +44,18 @@ class DeviceTime:
 
 @dataclasses.dataclass(frozen=True)
 class Event:
-    """One kernel or copy that a GPU ran: its name, its HLO operation, when and how long."""
+    """One kernel or copy that a GPU ran: its name, its HLO operation, when and how long, where."""
 
     name: str
     op: str
     start_us: float
     us: float
+    device: str = ""
+
+    @property
+    def is_collective(self) -> bool:
+        """Return whether devices talk to each other in it."""
+        return bool(_COLLECTIVE.search(self.name) or _COLLECTIVE.search(self.op))
 
 
 def events(trace: Path) -> list[Event]:
@@ -55,13 +67,13 @@ def events(trace: Path) -> list[Event]:
                 continue
             for line in plane.lines:
                 if line.name.startswith("Stream"):
-                    found += [_event(event) for event in line.events]
+                    found += [_event(event, plane.name) for event in line.events]
     return sorted(found, key=lambda event: event.start_us)
 
 
-def _event(event: Any) -> Event:
+def _event(event: Any, device: str) -> Event:
     op = next((str(value) for name, value in event.stats or () if name == "hlo_op"), "")
-    return Event(event.name, op, event.start_ns / 1e3, event.duration_ns / 1e3)
+    return Event(event.name, op, event.start_ns / 1e3, event.duration_ns / 1e3, device)
 
 
 @contextlib.contextmanager

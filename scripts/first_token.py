@@ -9,16 +9,17 @@ from typing import Any
 
 import device_time
 import jax
-import jax.numpy as jnp
 import numpy as np
-from shapes import matrix_parameters
+from shapes import product_operations
 from step_bench import Bench
+from step_measures import profile_row
 
 from jaxspec import GenerateConfig, NoDraft, Qwen3
-from jaxspec.decode import prefill, run_steps
+from jaxspec.decode import prefill, run_steps_of
 from jaxspec.generation import make_request, prefill_chunks
 from jaxspec.model import FlatModel
-from jaxspec.state import Request, init_state
+from jaxspec.sharding import place
+from jaxspec.state import SCALAR, Request, init_state
 
 Row = dict[str, Any]
 
@@ -33,7 +34,7 @@ def compile_prefill(bench: Bench, kernels: str | None) -> Row:
     lowered = prefill.lower(
         bench.model,
         state,
-        jax.ShapeDtypeStruct((), jnp.int32),
+        bench.count(0),
         chunk_size=chunk_size,
         kernels=kernels,
     )
@@ -52,11 +53,15 @@ def _random_prompt(
     rng = np.random.default_rng(0)
     prompt = rng.integers(0, model.config.vocab_size, prompt_tokens).tolist()
     config = GenerateConfig(max_new_tokens=256, eos_token_ids=(), kernels=kernels)
-    tokens, request = make_request(model.config, [prompt], config)
+    tokens, request = make_request(model.config, [prompt], config, mesh=model.mesh)
     chunk_size, num_chunks = prefill_chunks(
         config, capacity=tokens.shape[1], longest_prompt=prompt_tokens
     )
     return tokens, request, chunk_size, num_chunks
+
+
+def _count(model: Qwen3, number: int) -> jax.Array:
+    return jax.block_until_ready(place(model.mesh, np.asarray(number, np.int32), SCALAR))
 
 
 def profile_prefill(model: Qwen3, *, prompt_tokens: int, kernels: str | None) -> Row:
@@ -69,15 +74,12 @@ def profile_prefill(model: Qwen3, *, prompt_tokens: int, kernels: str | None) ->
     flat = FlatModel.of(model)
     state = init_state(flat, tokens, request, drafter=NoDraft())
     fill = functools.partial(prefill, chunk_size=chunk_size, kernels=kernels)
-    state = jax.block_until_ready(fill(flat, state, jnp.int32(0)))
-    chunks = jax.block_until_ready(jnp.int32(num_chunks))
+    state = jax.block_until_ready(fill(flat, state, _count(model, 0)))
+    chunks = _count(model, num_chunks)
     with device_time.trace() as found:
         jax.block_until_ready(fill(flat, state, chunks))
-    if not found:
-        raise RuntimeError("the profiler saw no kernel of a GPU")
-    total, table = device_time.kernel_table(found, 1)
     chunked = {"prompt_tokens": prompt_tokens, "chunk_size": chunk_size}
-    return chunked | total | {"num_names": len(table), "kernel_rows": table[:40]}
+    return chunked | profile_row(found, 1, model.mesh)
 
 
 def measure_first_token(
@@ -85,7 +87,8 @@ def measure_first_token(
 ) -> Row:
     """Time prefill and first step of a random prompt, against the time of the products alone.
 
-    The products are those of the layers for all but the last token, and one row of the head.
+    The products are those of the layers for all but the last token, and one row of the head: on a
+    mesh one device's part of them.
     """
     tokens, request, chunk_size, num_chunks = _random_prompt(model, prompt_tokens, kernels)
     flat = FlatModel.of(model)
@@ -93,23 +96,21 @@ def measure_first_token(
     total, filling = [], []
     for _ in range(num_runs + 1):
         state = init_state(flat, tokens, request, drafter=NoDraft())
-        chunks, one = jnp.int32(num_chunks), jnp.int32(1)
-        state, chunks, one = jax.block_until_ready((state, chunks, one))
+        chunks, one = _count(model, num_chunks), _count(model, 1)
+        state = jax.block_until_ready(state)
         started = time.perf_counter()
         state = fill(flat, state, chunks)
         # As in generation: the loop is queued while the prompt is being cached.
         mark = state.length + 0
-        state = run_steps(flat, state, request, one, drafter=NoDraft(), kernels=kernels)
+        state = run_steps_of(model)(flat, state, request, one, drafter=NoDraft(), kernels=kernels)
         jax.block_until_ready(mark)
         filled = time.perf_counter()
         jax.block_until_ready(state)
         total.append((time.perf_counter() - started) * 1e3)
         filling.append((filled - started) * 1e3)
         del state
-    head = model.config.hidden_size * model.config.vocab_size
-    operations = 2 * (matrix_parameters(model) * (prompt_tokens - 1) + head)
     median = statistics.median(total[1:])
-    products_ms = operations / product_rate * 1e3
+    products_ms = product_operations(model, prompt_tokens) / product_rate * 1e3
     return {
         "prompt_tokens": prompt_tokens,
         "capacity": tokens.shape[1],

@@ -92,12 +92,9 @@ def _product(name: str, case: Any) -> Call:
     arrays = _on_device(case.arrays())
 
     def run(form: Any, counters: Any, *arrays: Any) -> tuple[Any, Any]:
-        if name == "linear_residual":
-            return op(*arrays, counters, implementation=form)
-        return op(*arrays, implementation=form), counters
+        return op(*arrays, counters, implementation=form)
 
-    num_counters = num_column_counters(case.num_columns) if name == "linear_residual" else 0
-    counters = jnp.zeros((num_counters,), jnp.int32)
+    counters = jnp.zeros((num_column_counters(case.num_columns),), jnp.int32)
     return Call(run, counters, arrays, arrays[1].nbytes, True, LIMITS[arrays[1].dtype.itemsize])
 
 

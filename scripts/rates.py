@@ -1,4 +1,4 @@
-"""What a device can do at best: bytes copied, bytes read, products."""
+"""What one device can do at best: bytes copied, bytes read, products."""
 
 from __future__ import annotations
 

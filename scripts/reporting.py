@@ -10,6 +10,7 @@ from typing import Any
 
 import click
 import jax
+from jax.sharding import Mesh
 
 
 def machine() -> dict[str, Any]:
@@ -19,6 +20,11 @@ def machine() -> dict[str, Any]:
         "jax": jax.__version__,
         "command": " ".join(["benchmark.py", *sys.argv[1:]]),
     }
+
+
+def mesh_sizes(mesh: Mesh | None) -> dict[str, int] | None:
+    """Return the devices on each axis of a mesh, None for one device."""
+    return None if mesh is None else dict(mesh.shape)
 
 
 def device_name() -> str:

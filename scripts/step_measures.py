@@ -5,11 +5,14 @@ from __future__ import annotations
 import functools
 import statistics
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import device_time
 import jax
 import jax.numpy as jnp
+from device_time import Event
+from jax.sharding import Mesh
 from step_bench import Bench, Program
 
 from jaxspec import Qwen3
@@ -32,9 +35,9 @@ def measure_step(bench: Bench, program: Program, *, num_steps: int, num_runs: in
     times, idle, lengths = [], [], []
     for _ in range(num_runs):
         state, seconds = bench.run(program, state, num_steps)
-        taken = int(state.num_steps.max())
+        taken, mean_accepted_length = bench.progress(state)
         times.append(seconds / taken * 1e3)
-        lengths.append(float((state.length - bench.length).mean()) / taken)
+        lengths.append(mean_accepted_length)
         state, seconds = bench.run(program, state, 0)
         idle.append(seconds * 1e3)
     bench.keep(state)
@@ -103,11 +106,12 @@ def forward_loop(
 def measure_overhead(bench: Bench, program: Program, *, num_steps: int, num_runs: int) -> Row:
     """Time the loop, the same forward alone, and what is between them, in turns.
 
-    The text of the forward grows as fast as the loop's, so that both see as much of the cache.
+    The text of the forward grows as fast as the loop's, so that both see as much of the cache. On
+    one device: the forward alone is not spread over a mesh.
     """
     state = bench.start(program)
     state, _ = bench.run(program, state, num_steps)
-    growth = float((state.length - bench.length).mean()) / int(state.num_steps.max())
+    _, growth = bench.progress(state)
     layout = program.drafter.layout
     block_tokens = jnp.asarray(bench.text[:, : layout.num_rows])
     num_cached = jnp.full((bench.batch_size,), bench.length - 1, jnp.int32)
@@ -117,7 +121,7 @@ def measure_overhead(bench: Bench, program: Program, *, num_steps: int, num_runs
     loop, alone = [], []
     for _ in range(num_runs):
         state, seconds = bench.run(program, state, num_steps)
-        taken = int(state.num_steps.max())
+        taken, _ = bench.progress(state)
         loop.append(seconds / taken * 1e3)
         started = time.perf_counter()
         jax.block_until_ready(forward(bench.flat, state.cache, *rest))
@@ -150,18 +154,40 @@ def profile_step(bench: Bench, program: Program, *, num_steps: int) -> Row:
     """
     state = bench.start(program)
     state, _ = bench.run(program, state, num_steps)
-    state, one = bench.rewind(state), jax.block_until_ready(jnp.int32(1))
+    state, one = bench.rewind(state), bench.count(1)
     with device_time.trace() as found:
         # A step a call: of a loop that is one CUDA graph the profiler sees only the first step.
         for _ in range(num_steps):
             state = program.run(bench.flat, state, program.request, one)
         jax.block_until_ready(state)
-    taken = int(state.num_steps.max())
+    taken, _ = bench.progress(state)
     bench.keep(state)
+    return profile_row(found, taken, bench.mesh) | {"steps": taken}
+
+
+def profile_row(found: Sequence[Event], num_steps: int, mesh: Mesh | None) -> Row:
+    """Return what a step costs the device in all, and its 40 dearest kernels.
+
+    On a mesh the device is the first that the profiler names, and `collective_us` its time in
+    collectives a step, in which it also waits for the others; `collective_us_min` is that of the
+    device that waits least.
+
+    Raises:
+      RuntimeError: the profiler saw no kernel of a GPU.
+    """
     if not found:
         raise RuntimeError("the profiler saw no kernel of a GPU")
-    total, kernels = device_time.kernel_table(found, taken)
-    return total | {"steps": taken, "num_names": len(kernels), "kernel_rows": kernels[:40]}
+    devices = sorted({event.device for event in found})
+    of_first = [event for event in found if event.device == devices[0]]
+    total, kernels = device_time.kernel_table(of_first, num_steps)
+    row: Row = total | {"num_names": len(kernels), "kernel_rows": kernels[:40]}
+    if mesh is not None:
+        times = [
+            sum(event.us for event in found if event.device == device and event.is_collective)
+            for device in devices
+        ]
+        row |= {"collective_us": times[0] / num_steps, "collective_us_min": min(times) / num_steps}
+    return row
 
 
 def measure_added(
@@ -175,7 +201,7 @@ def measure_added(
             state = bench.start(each)
             state, seconds = bench.run(each, state, num_steps)
             if run >= 0:
-                times[name].append(seconds / int(state.num_steps.max()) * 1e3)
+                times[name].append(seconds / bench.progress(state)[0] * 1e3)
             bench.keep(state)
     row: Row = {name: statistics.median(column) for name, column in times.items()}
     differences = [(a - b) * 1e3 for a, b in zip(*times.values(), strict=True)]

@@ -11,7 +11,10 @@ from rich.table import Table
 
 Row = dict[str, Any]
 # Of each measure: the heading of a column, the field, and how it is written.
-_NAME = (("shape", "shape", ""), ("batch", "batch", ""), ("rows", "rows", ""))
+_NAME = (
+    ("shape", "shape", ""), ("part of", "part_of", ""), ("batch", "batch", ""),
+    ("rows", "rows", ""),
+)  # fmt: skip
 _PLACE = (("capacity", "capacity", ""), ("length", "length", ""), ("kernels", "kernels", ""))
 _MS = (("ms", "ms", ".3f"), ("min", "ms_min", ".3f"), ("max", "ms_max", ".3f"))
 _COLUMNS: dict[str, Sequence[tuple[str, str, str]]] = {
@@ -22,6 +25,17 @@ _COLUMNS: dict[str, Sequence[tuple[str, str, str]]] = {
         *_NAME, *_PLACE, *_MS, ("GB/s", "gb_per_second", ".0f"),
         ("of copy", "share_of_copy", ".1%"), ("of read", "share_of_read", ".1%"),
         ("of read, K/V", "share_of_read_with_kv", ".1%"), ("compile s", "compile_seconds", ".1f"),
+    ),
+    "throughput": (
+        *_NAME, ("drafter", "drafter", ""), *_PLACE, ("new tokens", "num_tokens", ""),
+        ("s", "seconds", ".3f"), ("min", "seconds_min", ".3f"), ("max", "seconds_max", ".3f"),
+        ("tokens/s", "tokens_per_second", ".0f"), ("decoding", "decode_tokens_per_second", ".0f"),
+        ("tokens/step", "mean_accepted_length", ".2f"),
+    ),
+    "load": (
+        ("model", "model", ""), ("dtype", "dtype", ""), ("s", "seconds", ".2f"),
+        ("bytes", "model_bytes", ""), ("peak of a device", "peak_bytes_per_device", ""),
+        ("share", "share", ".1%"),
     ),
     "overhead": (
         *_NAME, ("drafter", "drafter", ""), *_PLACE, *_MS, ("forward", "forward_ms", ".3f"),
@@ -53,6 +67,7 @@ _COLUMNS: dict[str, Sequence[tuple[str, str, str]]] = {
     "profile": (
         *_NAME, *_PLACE, ("wall us", "wall_us", ".1f"), ("busy us", "busy_us", ".1f"),
         ("gaps us", "gap_us", ".1f"), ("kernels", "kernels_per_step", ".1f"),
+        ("collectives us", "collective_us", ".1f"), ("least", "collective_us_min", ".1f"),
     ),
 }  # fmt: skip
 _KERNEL_COLUMNS = (
@@ -72,7 +87,18 @@ def rounded(value: Any) -> Any:
 
 def name_of(row: Row) -> str:
     """Return which measurement a row is of, in a few words."""
-    names = ("measure", "shape", "rows", "settings", "drafter", "peer", "program", "kernels")
+    names = (
+        "measure",
+        "model",
+        "shape",
+        "part_of",
+        "rows",
+        "settings",
+        "drafter",
+        "peer",
+        "program",
+        "kernels",
+    )
     return " ".join(str(row[name]) for name in names if row.get(name) is not None)
 
 

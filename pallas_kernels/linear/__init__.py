@@ -56,33 +56,42 @@ def pre_norm(x: Float[Array, "R D"], norm_weight: Float[Array, "D"]) -> PreNorm:
 def rms_linear(
     rows: PreNorm,
     weight: Float[Array, "_ _"],
+    counters: Int[Array, "_"] | None = None,
     *,
     eps: float,
     transposed: bool = False,
     out_dtype: jax.typing.DTypeLike | None = None,
     implementation: Implementation | None = None,
-) -> Float[Array, "R N"]:
+) -> tuple[Float[Array, "R N"], Int[Array, "_"] | None]:
     """Multiply normalised rows by a weight, with float32 sums.
 
     Args:
         rows: What to normalise.
         weight: [D, N], or [N, D] where `transposed`.
+        counters: At least ``num_counters`` of the columns zeros, i32, for programs to count
+            arrivals where they share the inner axis. A caller with many calls passes the returned
+            ones on to the next call; None makes them.
         eps: Added to the mean square.
         transposed: Whether the weight's rows are the result's columns.
         out_dtype: Of the result; None means that of the rows.
         implementation: Form to run, see ``pallas_kernels``.
 
+    Returns:
+        The product; ``counters``, zeros again.
+
     Raises:
-        ValueError: The shapes or dtypes do not belong together.
+        ValueError: The shapes or dtypes do not belong together, or there are too few counters.
         NotImplementedError: A form asked for by name does not take these shapes.
     """
     _check("weight", weight, rows.x, axis=1 if transposed else 0, ndim=2)
+    _check_counters(counters, weight.shape[0 if transposed else 1])
     return dispatch(
         __name__,
         "rms_linear",
         implementation,
         rows,
         weight,
+        counters,
         eps=eps,
         transposed=transposed,
         out_dtype=out_dtype or rows.x.dtype,
@@ -92,24 +101,30 @@ def rms_linear(
 def rms_swiglu(
     rows: PreNorm,
     weight: Float[Array, "D 2 F"],
+    counters: Int[Array, "_"] | None = None,
     *,
     eps: float,
     implementation: Implementation | None = None,
-) -> Float[Array, "R F"]:
+) -> tuple[Float[Array, "R F"], Int[Array, "_"] | None]:
     """Return silu(gate) * up of normalised rows, the two products side by side in one weight.
 
     Args:
         rows: What to normalise.
         weight: Gate, then up.
+        counters: As for ``rms_linear``.
         eps: Added to the mean square.
         implementation: Form to run, see ``pallas_kernels``.
 
+    Returns:
+        The result; ``counters``, zeros again.
+
     Raises:
-        ValueError: The shapes or dtypes do not belong together.
+        ValueError: The shapes or dtypes do not belong together, or there are too few counters.
         NotImplementedError: A form asked for by name does not take these shapes.
     """
     _check("weight", weight, rows.x, axis=0, ndim=3)
-    return dispatch(__name__, "rms_swiglu", implementation, rows, weight, eps=eps)
+    _check_counters(counters, weight.shape[2])
+    return dispatch(__name__, "rms_swiglu", implementation, rows, weight, counters, eps=eps)
 
 
 def linear_residual(
@@ -128,8 +143,7 @@ def linear_residual(
         weight: Their weight.
         residual: What to add the product to.
         norm_weight: Weight of the norm that follows.
-        counters: At least ``num_counters(D)`` zeros, i32, for programs to count arrivals. A caller
-            with many calls passes the returned ones on to the next call; None makes them.
+        counters: As for ``rms_linear``.
         implementation: Form to run, see ``pallas_kernels``.
 
     Returns:
@@ -151,15 +165,7 @@ def linear_residual(
             f"residual has dtype {residual.dtype} and norm_weight {norm_weight.dtype}, "
             f"but the rows have {x.dtype}"
         )
-    if counters is not None and (
-        counters.dtype != jnp.int32
-        or counters.ndim != 1
-        or counters.size < num_counters(weight.shape[1])
-    ):
-        raise ValueError(
-            f"counters has shape {counters.shape} and dtype {counters.dtype}, at least "
-            f"{(num_counters(weight.shape[1]),)} and int32 are needed"
-        )
+    _check_counters(counters, weight.shape[1])
     y, scaled, squares, counters = dispatch(
         __name__, "linear_residual", implementation, x, weight, residual, norm_weight, counters
     )
@@ -167,8 +173,19 @@ def linear_residual(
 
 
 def num_counters(num_columns: int) -> int:
-    """Return how many counters ``linear_residual`` needs at most for so many columns."""
+    """Return how many counters a product needs at most for so many columns."""
     return -(-num_columns // COUNTED_COLUMNS)
+
+
+def _check_counters(counters: Array | None, num_columns: int) -> None:
+    needed = num_counters(num_columns)
+    if counters is not None and (
+        counters.dtype != jnp.int32 or counters.ndim != 1 or counters.size < needed
+    ):
+        raise ValueError(
+            f"counters has shape {counters.shape} and dtype {counters.dtype}, at least "
+            f"{(needed,)} and int32 are needed"
+        )
 
 
 def _check(name: str, weight: Array, x: Array, *, axis: int, ndim: int) -> None:

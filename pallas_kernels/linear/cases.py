@@ -82,6 +82,16 @@ _QWEN3_8B = (
     ("rms_linear", "head", 4096, 151936, True),
 )
 
+# One device's part of them, where 8 or 4 devices share the model.
+_PARTS = (
+    ("rms_linear", "qkv_of_8", 4096, 768, False),
+    ("linear_residual", "o_of_8", 512, 4096, False),
+    ("rms_swiglu", "gate_up_of_8", 4096, 1536, False),
+    ("rms_swiglu", "gate_up_of_4", 4096, 3072, False),
+    ("linear_residual", "down_of_8", 1536, 4096, False),
+    ("rms_linear", "head_of_8", 4096, 19072, True),
+)
+
 CASES = (
     Case("rms_linear", "one_row", 1, 64, 96),
     Case("rms_linear", "odd_f32", 3, 131, 97, num_parts=5, dtype="float32"),
@@ -102,5 +112,10 @@ CASES = (
         Case(op, f"{name}_{rows}rows", rows, inner, columns, transposed, is_benchmark=True)
         for op, name, inner, columns, transposed in _QWEN3_8B
         for rows in (1, 8, 64)
+    ),
+    *(
+        Case(op, f"{name}_{rows}rows", rows, inner, columns, transposed, is_benchmark=True)
+        for op, name, inner, columns, transposed in _PARTS
+        for rows in (8, 64)
     ),
 )

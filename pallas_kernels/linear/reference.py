@@ -20,17 +20,25 @@ def _normalise(rows, eps: float) -> Array:
 
 
 def rms_linear(
-    rows, weight: Array, *, eps: float, transposed: bool, out_dtype: jax.typing.DTypeLike
-) -> Float[Array, "R N"]:
+    rows,
+    weight: Array,
+    counters: Int[Array, "_"] | None = None,
+    *,
+    eps: float,
+    transposed: bool,
+    out_dtype: jax.typing.DTypeLike,
+) -> tuple[Float[Array, "R N"], Int[Array, "_"] | None]:
     """Multiply normalised rows by a weight, as ``pallas_kernels.rms_linear``."""
     spec = "RD,ND->RN" if transposed else "RD,DN->RN"
-    return _product(spec, _normalise(rows, eps), weight, out_dtype)
+    return _product(spec, _normalise(rows, eps), weight, out_dtype), counters
 
 
-def rms_swiglu(rows, weight: Float[Array, "D 2 F"], *, eps: float) -> Float[Array, "R F"]:
+def rms_swiglu(
+    rows, weight: Float[Array, "D 2 F"], counters: Int[Array, "_"] | None = None, *, eps: float
+) -> tuple[Float[Array, "R F"], Int[Array, "_"] | None]:
     """Return silu(gate) * up of normalised rows, as ``pallas_kernels.rms_swiglu``."""
     both = _product("RD,DXF->RXF", _normalise(rows, eps), weight, rows.x.dtype)
-    return jax.nn.silu(both[:, 0]) * both[:, 1]
+    return jax.nn.silu(both[:, 0]) * both[:, 1], counters
 
 
 def linear_residual(

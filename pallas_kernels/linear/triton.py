@@ -3,8 +3,8 @@
 A program takes a block of columns and walks the inner axis with several blocks of the weight in
 flight. The columns are the long side of each small product on the matrix units and the rows the
 short one: calls of the same tiling, up to 16 rows in all say, give a row the same bits. Where a
-product with the residual has too few columns to fill the GPU, its inner axis is split, and the
-program that is done last adds the parts; how often it is split belongs to the tiling.
+product has too few columns to fill the GPU, its inner axis is split, and the program that is done
+last adds the parts; how often it is split belongs to the tiling.
 """
 
 import dataclasses
@@ -32,7 +32,7 @@ class Tiling:
         num_warps: Warps of a program.
         num_stages: Steps whose loads are in flight.
         num_programs: As many programs keep the memory busy: where there are fewer blocks of
-            columns, programs share the inner axis of a block, in the product with the residual.
+            columns, programs share the inner axis of a block.
     """
 
     block_n: int
@@ -45,7 +45,11 @@ class Tiling:
 # By kind of product and most rows, the fastest of those tried on an H200 at the 8B shape: see
 # benchmarks/h200.md.
 TILINGS = {
-    "scale": {16: Tiling(64, 128, 4, 6), 64: Tiling(64, 128, 4, 5), 128: Tiling(64, 128, 4, 4)},
+    "scale": {
+        16: Tiling(64, 128, 4, 6, 64),
+        64: Tiling(64, 128, 4, 5, 64),
+        128: Tiling(64, 128, 4, 4, 64),
+    },
     "head": {16: Tiling(64, 128, 4, 4), 64: Tiling(128, 128, 8, 4)},
     "swiglu": {128: Tiling(128, 64, 8, 4)},
     "residual": {
@@ -54,6 +58,8 @@ TILINGS = {
         128: Tiling(64, 128, 4, 4, 128),
     },
 }
+# Gate and up with fewer columns than this, as small models and one device's part of a model have.
+NARROW_COLUMNS, NARROW_SWIGLU = 64 * 128, Tiling(64, 128, 4, 4, 64)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,6 +76,7 @@ class _Plan:
     num_steps: int
     num_splits: int
     num_parts: int
+    num_extra: int
     eps: float
     out_dtype: jax.typing.DTypeLike
     interpret: bool
@@ -208,12 +215,17 @@ def _whole_kernel(x_ref, w_ref, *refs, plan):
     _finish(_sums(x_ref, w_ref, 0, plan), loaded, refs, plan)
 
 
-def _split_kernel(x_ref, w_ref, residual_ref, norm_ref, _, *refs, plan):
+def _split_kernel(x_ref, w_ref, *refs, plan):
     plan = plan.located()
-    *out_refs, part_ref, counter_ref = refs
-    refs = (residual_ref, norm_ref, *out_refs)
+    extra_refs, (_, *out_refs, part_ref, counter_ref) = (
+        refs[: plan.num_extra],
+        refs[plan.num_extra :],
+    )
+    refs = (*extra_refs, *out_refs)
     loaded, split = _start(refs, plan), pl.program_id(1)
-    plan.store(part_ref, _sums(x_ref, w_ref, split * plan.num_steps, plan)[0], split)
+    halves = _sums(x_ref, w_ref, split * plan.num_steps, plan)
+    for half, total in enumerate(halves):
+        plan.store(part_ref, total, split * len(halves) + half)
     # Every thread's stores come before the arrival.
     if not plan.interpret:
         plt.debug_barrier()
@@ -223,14 +235,25 @@ def _split_kernel(x_ref, w_ref, residual_ref, norm_ref, _, *refs, plan):
     def _():
         counter_ref[plan.column_block] = jnp.int32(0)
         # Volatile loads pass by L1, which does not see what other multiprocessors wrote.
-        first, *others = (plan.load(part_ref, i, volatile=True) for i in range(plan.num_splits))
-        _finish([sum(others, start=first)], loaded, refs, plan)
+        sums = []
+        for half in range(len(halves)):
+            places = range(half, plan.num_splits * len(halves), len(halves))
+            first, *others = (plan.load(part_ref, place, volatile=True) for place in places)
+            sums.append(sum(others, start=first))
+        _finish(sums, loaded, refs, plan)
 
 
 def _block(size: int, most: int) -> int:
     """Return the largest power of two up to `most` that divides `size`, `most` if that is tiny."""
     divisor = min(size & -size, most)
     return divisor if divisor >= 32 else min(most, max(pl.next_power_of_2(size), 16))
+
+
+def _tiling(kind: str, num_rows: int, num_columns: int) -> Tiling:
+    """Return the tiling of a product."""
+    if kind == "swiglu" and num_columns < NARROW_COLUMNS:
+        return NARROW_SWIGLU
+    return next(tiling for most, tiling in TILINGS[kind].items() if num_rows <= most)
 
 
 def _num_splits(num_blocks: int, num_steps: int, num_programs: int) -> int:
@@ -277,14 +300,13 @@ def _run(
         raise NotImplementedError(f"rows of dtype {x.dtype} are neither bfloat16 nor float32")
     if weight.size > 2**31 - 1:
         raise NotImplementedError(f"a weight of {weight.size} entries needs 64-bit indices")
-    tiling = tiling or next(t for most, t in TILINGS[kind].items() if num_rows <= most)
+    tiling = tiling or _tiling(kind, num_rows, num_columns)
     block_n = _block(num_columns, tiling.block_n)
     # Float32 blocks are twice as large; they serve exactness, not speed.
     block_k = _block(inner, tiling.block_k * 2 // x.dtype.itemsize)
     num_stages = tiling.num_stages if x.dtype == jnp.bfloat16 else 2
     num_blocks, num_steps = pl.cdiv(num_columns, block_n), pl.cdiv(inner, block_k)
-    num_programs = tiling.num_programs if kind == "residual" else 1
-    splits = _num_splits(num_blocks, num_steps, num_programs)
+    splits = _num_splits(num_blocks, num_steps, tiling.num_programs)
     plan = _Plan(
         kind=kind,
         num_rows=num_rows,
@@ -297,6 +319,7 @@ def _run(
         num_steps=num_steps // splits,
         num_splits=splits,
         num_parts=extra[0].shape[-1],
+        num_extra=len(extra),
         eps=eps,
         out_dtype=out_dtype,
         interpret=interpret,
@@ -316,7 +339,8 @@ def _run(
         kernel, grid = partial(_whole_kernel, plan=plan), (num_blocks, 1, 1)
         return *launch(kernel, out_shape=out_shape, grid=grid)(x, weight, *extra), counters
     own = jnp.zeros((num_blocks,), jnp.int32) if counters is None else counters
-    parts = jax.ShapeDtypeStruct((splits * num_rows, num_columns), jnp.float32)
+    num_halves = 2 if kind == "swiglu" else 1
+    parts = jax.ShapeDtypeStruct((splits * num_halves * num_rows, num_columns), jnp.float32)
     *out, _, own = launch(
         partial(_split_kernel, plan=plan),
         out_shape=[*out_shape, parts, jax.ShapeDtypeStruct(own.shape, jnp.int32)],
@@ -329,15 +353,16 @@ def _run(
 def rms_linear(
     rows,
     weight: Array,
+    counters: Int[Array, "_"] | None = None,
     *,
     eps: float,
     transposed: bool,
     out_dtype: jax.typing.DTypeLike,
     interpret: bool = False,
     tiling: Tiling | None = None,
-) -> Float[Array, "R N"]:
+) -> tuple[Float[Array, "R N"], Int[Array, "_"] | None]:
     """Multiply normalised rows by a weight, as ``pallas_kernels.rms_linear``."""
-    out, _ = _run(
+    return _run(
         "head" if transposed else "scale",
         rows.scaled,
         weight,
@@ -345,22 +370,23 @@ def rms_linear(
         num_columns=weight.shape[0 if transposed else 1],
         eps=eps,
         out_dtype=out_dtype,
+        counters=counters,
         tiling=tiling,
         interpret=interpret,
     )
-    return out
 
 
 def rms_swiglu(
     rows,
     weight: Float[Array, "D 2 F"],
+    counters: Int[Array, "_"] | None = None,
     *,
     eps: float,
     interpret: bool = False,
     tiling: Tiling | None = None,
-) -> Float[Array, "R F"]:
+) -> tuple[Float[Array, "R F"], Int[Array, "_"] | None]:
     """Return silu(gate) * up of normalised rows, as ``pallas_kernels.rms_swiglu``."""
-    out, _ = _run(
+    return _run(
         "swiglu",
         rows.scaled,
         weight.reshape(weight.shape[0], -1),
@@ -368,10 +394,10 @@ def rms_swiglu(
         num_columns=weight.shape[2],
         eps=eps,
         out_dtype=rows.x.dtype,
+        counters=counters,
         tiling=tiling,
         interpret=interpret,
     )
-    return out
 
 
 def linear_residual(

@@ -33,10 +33,9 @@ def compiled(case, implementation):
 
 def run(case, implementation, arrays):
     """Return the op's result; of linear_residual the sum, the scaled sum and its squares."""
-    result = compiled(case, implementation)(*arrays)
+    result, counters = compiled(case, implementation)(*arrays)
+    assert counters is None
     if case.op == "linear_residual":
-        result, counters = result
-        assert counters is None
         np.testing.assert_array_equal(result.norm_weight, arrays[3])
         return result.x, result.scaled, result.sum_squares
     return (result,)
@@ -140,7 +139,8 @@ def check_row_bits(case, implementation, counts):
     argvalues=[
         Case("rms_linear", "rows", 16, 131, 97, num_parts=3, dtype="float32"),
         Case("rms_linear", "head_rows", 16, 128, 97, True),
-        Case("rms_swiglu", "rows", 16, 128, 96),
+        Case("rms_linear", "split_rows", 16, 256, 96, dtype="float32"),
+        Case("rms_swiglu", "split_rows", 16, 256, 96),
         Case("linear_residual", "split_rows", 16, 256, 96, dtype="float32"),
     ]
 )
@@ -159,6 +159,11 @@ def test_a_row_has_the_same_bits_on_a_gpu(case):
     argvalues=[
         Case("linear_residual", "split", 5, 128, 96),
         Case("linear_residual", "split_f32", 20, 128, 97, dtype="float32"),
+        Case("rms_linear", "split", 5, 128, 96, num_parts=3),
+        Case("rms_linear", "split_f32", 20, 128, 97, dtype="float32"),
+        Case("rms_linear", "head_split", 5, 128, 97, True),
+        Case("rms_swiglu", "split", 5, 128, 96),
+        Case("rms_swiglu", "split_f32", 20, 128, 97, dtype="float32"),
     ]
 )
 def test_a_split_inner_axis_gives_the_same_sums(case):
@@ -166,7 +171,7 @@ def test_a_split_inner_axis_gives_the_same_sums(case):
 
 
 @pytest.mark.gpu
-@by_name(argvalues=[case for case in BENCHMARK if case.op == "linear_residual"])
+@by_name(argvalues=[case for case in BENCHMARK if not case.transposed])
 def test_a_split_inner_axis_gives_the_same_sums_on_a_gpu(case):
     check_splits(case, interpret=False)
 
@@ -174,7 +179,10 @@ def test_a_split_inner_axis_gives_the_same_sums_on_a_gpu(case):
 def check_splits(case, interpret):
     """Compare split and whole products, and call again with the counters that came back."""
     arrays, count = device_arrays(case, 4), num_counters(case.num_columns)
-    op = partial(triton.linear_residual, interpret=interpret)
+    settings = case.settings()
+    if case.op == "rms_linear":
+        settings["out_dtype"] = case.dtype
+    op = partial(getattr(triton, case.op), interpret=interpret, **settings)
     split, whole = (jax.jit(partial(op, tiling=tiling)) for tiling in (SPLIT, WHOLE))
     assert "atomic" in str(split.trace(*arrays, jnp.zeros(count, jnp.int32)).jaxpr)
     assert "atomic" not in str(whole.trace(*arrays).jaxpr)
@@ -190,7 +198,9 @@ def check_splits(case, interpret):
 @by_name(
     argvalues=[
         Case("rms_linear", "head_nan", 5, 131, 97, True, num_parts=3),
+        Case("rms_linear", "split_nan", 5, 256, 97),
         Case("rms_swiglu", "nan", 5, 131, 97),
+        Case("rms_swiglu", "split_nan", 5, 256, 97),
         Case("linear_residual", "split_nan", 5, 256, 96),
     ]
 )
@@ -226,8 +236,8 @@ def test_one_product_feeds_the_next(implementation):
     rows, _ = compiled(case, implementation)(*device_arrays(case))
     weight = jnp.asarray(Case("rms_linear", "next", 5, 160, 97, dtype="float32").arrays()[1])
     following = jax.jit(partial(rms_linear, eps=EPS, implementation=implementation))
-    expected = jax.jit(partial(rms_linear, eps=EPS, implementation="xla"))(rows, weight)
-    assert distance(following(rows, weight), expected) <= 1e-5
+    expected, _ = jax.jit(partial(rms_linear, eps=EPS, implementation="xla"))(rows, weight)
+    assert distance(following(rows, weight)[0], expected) <= 1e-5
 
 
 def array(*shape, dtype=jnp.float32):

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import json
 import struct
 from pathlib import Path
 
 import benchmark
+import benchmark_decode
 import command
 import jax
 import plotting
@@ -28,7 +30,8 @@ KEYS = {
     "counted_tokens", "counted_steps", "counted_accepted_length", "counted_by_position", "seconds",
     "all_seconds", "counted_seconds", "equal", "first_difference", "gap_at_difference",
     "tokens_per_second", "speedup", "counted_tokens_per_second", "counted_speedup", "verdict",
-    "smallest_gap", "device", "jax", "command", "model", "dtype", "prompts", "max_new_tokens",
+    "smallest_gap", "mesh", "device", "jax", "command", "model", "dtype", "prompts",
+    "max_new_tokens",
 }  # fmt: skip
 
 
@@ -84,7 +87,7 @@ def test_rows_groups_and_table(run, tmp_path):
         assert set(row) == KEYS
         assert row["equal"] and row["num_tokens"] == 40 and row["smallest_gap"] > 0
         assert row["model"] == "random-qwen3" and row["dtype"] == "float32"
-        assert row["jax"] == jax.__version__
+        assert row["jax"] == jax.__version__ and row["mesh"] is None
         assert row["file"] == row["kind"] == "few" and row["prompts"] == ["few.jsonl"]
     groups = [row for row in rows if row["measure"] == "group"]
     assert [row["group"] for row in groups] == ["few"] * 4 + ["all"] * 4
@@ -109,6 +112,37 @@ def test_sweep_and_cost(run, monkeypatch):
     assert [row["rows_per_step"] for row in rows if row["measure"] == "cost"] == [1, 4]
     num_rows = make_drafter("lookahead", platform=jax.default_backend()).layout.num_rows
     assert f"lookahead: {num_rows} rows, breaks even at" in out
+
+
+def test_decoding_on_a_mesh(run, monkeypatch):
+    monkeypatch.setattr(tuning, "BLOCK_ROWS", (1, 4))
+    flags = ("--mesh", "data=2,model=2", "--spec", "promptlookup", "--cost")
+    code, out, err = run(*flags)
+    assert (code, err) == (0, "")
+    rows = objects(out)
+    assert all(row["mesh"] == {"data": 2, "model": 2} for row in rows)
+    measured = [row for row in rows if row["measure"] == "prompt"]
+    assert [row["spec"] for row in measured] == ["none", "promptlookup"] * 2
+    assert all(row["equal"] and row["num_tokens"] == 40 for row in measured)
+    assert all(row["smallest_gap"] > 0 for row in measured)
+    assert [row["rows_per_step"] for row in rows if row["measure"] == "cost"] == [1, 4]
+
+
+def test_a_difference_on_a_mesh_has_a_gap(run, monkeypatch):
+    real = benchmark_decode.SpreadRunner.run
+
+    def changed(self, index, drafter, **options):
+        result = real(self, index, drafter, **options)
+        if isinstance(drafter, jaxspec.NoDraft):
+            return result
+        ids = [*result.token_ids[:5], (result.token_ids[5] + 1) % 320, *result.token_ids[6:]]
+        return dataclasses.replace(result, token_ids=ids)
+
+    monkeypatch.setattr(benchmark_decode.SpreadRunner, "run", changed)
+    code, out, _ = run("--tp", 2, "--spec", "promptlookup")
+    rows = [row for row in objects(out) if row.get("id") and row["spec"] == "promptlookup"]
+    assert code == 0 and [row["first_difference"] for row in rows] == [5, 5]
+    assert all(row["gap_at_difference"] > 0 for row in rows)
 
 
 def test_a_time_limit_stops_with_what_there_is(run):
@@ -155,6 +189,8 @@ def test_the_plot(run, tmp_path):
         (["--promptlookup", "3,x,1"], "--promptlookup '3,x,1': expected three integers"),
         (["--promptlookup", "3,2"], "expected three integers"),
         (["--lookahead", "1,1,1"], "ngram_size=1 is not at least 2"),
+        (["--tp", "2", "--mesh", "model=2"], "--mesh and --tp or --dp contradict each other"),
+        (["--tp", "3"], "num_attention_heads=4 is not a multiple of the mesh's model=3"),
         (["--plot", "plot.svg"], "expected a file name that ends in .png"),
         (["--plot", "nowhere/plot.png"], "the directory does not exist"),
     ],

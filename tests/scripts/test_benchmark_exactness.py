@@ -68,6 +68,39 @@ def test_float32_is_exact_with_all_kernels(run, tmp_path):
     assert "different texts" in out
 
 
+def test_a_mesh_is_compared_with_one_device(run, monkeypatch):
+    real, places = benchmark_exactness.Runner.run, {}
+
+    def changed(self, index, drafter, **options):
+        result = real(self, index, drafter, **options)
+        place = places.get(self.model.mesh is None)
+        if index == 0 or place is None:
+            return result
+        ids = [*result.token_ids[:place], 7, *result.token_ids[place + 1 :]]
+        return Run(ids, result.num_steps, result.accepted_by_position, 0.0)
+
+    monkeypatch.setattr(benchmark_exactness.Runner, "run", changed)
+    flags = ("--mesh", "data=2,model=2", "--promptlookup", "3", "--lookahead", "1,2,1")
+    code, rows, out, err = run(*flags)
+    assert (code, err) == (0, "")
+    assert all(row["mesh"] == {"data": 2, "model": 2} for row in rows)
+    totals = [row for row in rows if row["measure"] == "exactness_total"]
+    modes = ["promptlookup 3", "lookahead 1,2,1"]
+    assert [(row["mode"], row["against"]) for row in totals] == [
+        (modes[0], "same width"), (modes[0], "one row"), (modes[1], "one row"),
+        ("none", "one device"), (modes[0], "one device"), (modes[1], "one device"),
+    ]  # fmt: skip
+    for row in totals:
+        assert row["num_tokens"] == row["num_equal"] == 48 and row["must_be_equal"]
+
+    places[True] = 5  # where the text of one device differs
+    code, rows, _, _ = run(*flags)
+    assert code == 1
+    found = [(row["against"], row["position"]) for row in rows if not row.get("equal", True)]
+    assert found == [("one device", 5)] * 3
+    assert all(row["gap"] > 0 for row in rows if not row.get("equal", True))
+
+
 def test_a_difference_has_its_place_ids_and_gap(run, monkeypatch):
     real = benchmark_exactness.Runner.run
     places = {3: 5, 0: 6}  # where the texts of none differ, by the rows fed besides
@@ -115,6 +148,8 @@ def test_a_time_limit_stops_with_what_there_is(run):
         (["--lookahead", "1,2"], "--lookahead '1,2': expected three integers W,N,G"),
         (["--lookahead", "1,1,1"], "ngram_size=1 is not at least 2"),
         (["--max-new-tokens", "4000"], "exceed max_seq_len=2048"),
+        (["--mesh", "rows=2"], "--mesh 'rows=2': expected data=N,model=M, got 'rows=2'"),
+        (["--dp", "16"], "mesh data=16, model=1 needs 16 devices, but there are"),
         (["--limit", "0"], "0 is not in the range x>=1"),
     ],
 )

@@ -23,7 +23,7 @@ from jaxspec import NoDraft, PromptLookup
 
 COMMON = {
     "measure", "shape", "batch", "capacity", "length", "dtype", "weight_bytes", "kv_bytes", "rows",
-    "kernels", "drafter", "device", "jax", "command",
+    "kernels", "drafter", "mesh", "device", "jax", "command",
 }  # fmt: skip
 TIMES = {"ms", "ms_min", "ms_max", "steps", "runs", "mean_accepted_length"}
 
@@ -72,6 +72,7 @@ def test_steps_by_width_and_kernels(run, tmp_path):
             "share_of_read_with_kv",
         }  # fmt: skip
         assert row["steps"] == 4 and row["runs"] == 2 and row["mean_accepted_length"] == 1
+        assert row["mesh"] is None
         assert row["ms_min"] <= row["ms"] <= row["ms_max"]
         assert row["gb_per_second"] == pytest.approx(row["weight_bytes"] / row["ms"] / 1e6, 1e-3)
         share = row["gb_per_second"] / rates["copy_rate"]
@@ -241,7 +242,8 @@ def test_the_bytes_of_a_model(model):
     config = shapes.config_of("tiny")
     parameters = sum(leaf.size for leaf in jax.tree.leaves(model))
     assert shapes.weight_bytes(model) == 4 * (parameters - 320 * 48)
-    assert shapes.matrix_parameters(model) == 46080
+    # 46080 weights in the layers' products, 48 x 320 in the head.
+    assert shapes.product_operations(model, 150) == 2 * (46080 * 149 + 48 * 320)
     assert shapes.key_value_bytes(config, 40, 2) == 2 * 2 * 2 * 16 * 40 * 2
 
 

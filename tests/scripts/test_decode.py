@@ -28,7 +28,8 @@ KEYS = {
     "id", "text", "token_ids", "num_tokens", "num_steps", "mean_accepted_length",
     "accepted_by_position", "accepted_over_time", "num_drafted", "num_steps_by_rows",
     "finish_reason", "prefill_seconds", "decode_seconds", "tokens_per_second", "compile_seconds",
-    "load_seconds", "measure_seconds", "spec", "settings", "model", "device", "mesh", "dtype", "version",
+    "load_seconds", "measure_seconds", "spec", "settings", "model", "device", "mesh", "dtype",
+    "version",
 }  # fmt: skip
 
 

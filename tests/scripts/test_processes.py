@@ -1,0 +1,173 @@
+"""Several processes of one run, on this machine: the same texts, and never a hang."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+# What README states: a process that is gone ends the others within so many seconds.
+STATED_SECONDS = 40
+SAMPLING = ("--temperature", "0.8", "--top-p", "0.9", "--seed", "3")
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
+
+
+def start(*args: str, num_devices: int, **options) -> subprocess.Popen:
+    environment = os.environ | {
+        "XLA_FLAGS": f"--xla_force_host_platform_device_count={num_devices}",
+        "PYTHONPATH": str(ROOT),
+        "JAX_PLATFORMS": "cpu",
+    }
+    return subprocess.Popen(
+        [sys.executable, str(ROOT / "scripts" / "decode.py"), *args],
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        **options,
+    )
+
+
+def start_two(*args: str, more: tuple[tuple[str, ...], ...] = ((), ())) -> list[subprocess.Popen]:
+    """Start two processes with four devices each."""
+    address = f"127.0.0.1:{free_port()}"
+    shared = ("--coordinator", address, "--num-processes", "2")
+    return [
+        start(*args, *shared, "--process-id", str(index), *more[index], num_devices=4)
+        for index in (0, 1)
+    ]
+
+
+def finish(processes: list[subprocess.Popen], timeout: float = 240) -> list[tuple[int, str, str]]:
+    """Return exit code, standard output and standard error of each; kill what goes on."""
+    ends = []
+    try:
+        for process in processes:
+            out, err = process.communicate(timeout=timeout)
+            ends.append((process.returncode, out, err))
+    finally:
+        for process in processes:
+            process.kill()
+    return ends
+
+
+@pytest.mark.parametrize(
+    "mesh, args",
+    [
+        ("data=2,model=4", ("--spec", "promptlookup")),
+        ("data=1,model=8", ("--spec", "lookahead", *SAMPLING)),
+        ("data=4,model=2", ("--spec", "auto", "--stop", "raise")),
+    ],
+    ids=["greedy", "sampled", "auto"],
+)
+def test_two_processes_give_the_texts_of_one(mesh, args):
+    prompts = ("--prompt", "def add(a, b):\n", "--prompt", "class A:\n    def __init__(self):\n")
+    shown = (*prompts, *args, "--max-new-tokens", "40", "--logprobs", "1", "--json")
+    ours = start_two(*shown, "--mesh", mesh)
+    (alone,) = finish([start(*shown, num_devices=1)])
+    ends = finish(ours)
+    assert [code for code, _, _ in (alone, *ends)] == [0, 0, 0], [err for _, _, err in ends]
+    # One of them speaks, and nothing but its own objects: libraries' messages go elsewhere.
+    assert ends[1][1] == ""
+    reports = [[json.loads(line) for line in out.splitlines()] for _, out, _ in (alone, ends[0])]
+    assert len(reports[0]) == len(reports[1]) == 2
+    for expected, report in zip(*reports, strict=True):
+        for name in ("text", "token_ids", "finish_reason"):
+            assert report[name] == expected[name]
+        differences = zip(report["logprobs"], expected["logprobs"], strict=True)
+        assert max(abs(a - b) for a, b in differences) < 1e-4
+        assert expected["mesh"] is None
+        sizes = dict(part.split("=") for part in mesh.split(","))
+        assert report["mesh"] == {name: int(size) for name, size in sizes.items()}
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize(
+    "how, mesh",
+    [(signal.SIGKILL, "data=2,model=4"), (signal.SIGSTOP, "data=1,model=8")],
+    ids=["killed", "stopped"],
+)
+def test_a_process_that_is_gone_ends_the_others(victim, how, mesh):
+    args = ("--max-new-tokens", "3500", "--ignore-eos", "--mesh", mesh, "--show-drafts")
+    processes = start_two(*args)
+    try:
+        # It decodes once text comes.
+        assert processes[0].stdout.read(1)
+        os.kill(processes[victim].pid, how)
+        started = time.monotonic()
+        other = processes[1 - victim]
+        # Read on: a full pipe would hold it up.
+        other.communicate(timeout=STATED_SECONDS)
+        assert time.monotonic() - started < STATED_SECONDS
+        assert other.returncode != 0
+    finally:
+        for process in processes:
+            process.kill()
+            process.communicate()
+
+
+def test_different_prompts_are_refused_by_all():
+    more = (("--prompt", "a"), ("--prompt", "b"))
+    ends = finish(start_two("--mesh", "data=8", "--json", "--max-new-tokens", "4", more=more))
+    for code, out, err in ends:
+        assert code == 2 and out == ""
+        assert "the processes of this run have different models, prompts or settings" in err
+
+
+@pytest.mark.parametrize(
+    "args, message",
+    [
+        (("--tp", "4"), "mesh data=1, model=4 has 4 devices, which leaves 1 processes"),
+        ((), "--mesh is needed with 2 processes: they have 8 devices"),
+    ],
+    ids=["idle", "none"],
+)
+def test_a_mesh_that_does_not_fit_the_processes(args, message):
+    for code, out, err in finish(start_two(*args, "--json")):
+        assert code == 2 and out == "" and message in err
+
+
+@pytest.mark.parametrize(
+    "args, message",
+    [
+        (("--coordinator", "a:1"), "--coordinator needs --num-processes, --process-id too"),
+        (("--process-id", "1"), "--process-id needs --coordinator, --num-processes too"),
+        (
+            ("--coordinator", "nowhere", "--num-processes", "2", "--process-id", "0"),
+            "--coordinator 'nowhere': expected host:port",
+        ),
+        (
+            ("--coordinator", "a:99999", "--num-processes", "2", "--process-id", "0"),
+            "--coordinator 'a:99999': expected host:port",
+        ),
+        (
+            ("--coordinator", "a:1", "--num-processes", "2", "--process-id", "2"),
+            "--process-id 2: expected less than --num-processes 2",
+        ),
+        (("--distributed", "--process-id", "1"), "--distributed and --coordinator contradict"),
+        (("--distributed",), "--distributed: no other processes were found"),
+        (("--mesh", "data=2,model=2,data=1"), "expected data=N,model=M, got 'data=1'"),
+        (("--mesh", "rows=2"), "expected data=N,model=M, got 'rows=2'"),
+        (("--mesh", "data=2", "--tp", "2"), "--mesh and --tp or --dp contradict each other"),
+        (("--tp", "16"), "mesh data=1, model=16 needs 16 devices, but there are 2"),
+        (("--mesh", "data=0"), "mesh data=0 is not at least 1"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
+)
+def test_flags_that_do_not_go_together(args, message):
+    ((code, out, err),) = finish([start(*args, num_devices=2)])
+    assert code == 2 and out == ""
+    assert message in err and len(err.strip().splitlines()) == 1
