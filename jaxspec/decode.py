@@ -22,7 +22,8 @@ from jaxspec.commit import commit, room_of
 from jaxspec.config import Qwen3Config
 from jaxspec.drafters import Auto, Drafter, Outcome, Proposal
 from jaxspec.layout import BlockLayout
-from jaxspec.model import FlatModel, Qwen3, over_mesh, whole_model
+from jaxspec.model import Qwen3
+from jaxspec.placement import FlatModel, over_mesh, whole_model
 from jaxspec.record import emitted_logits, step_record
 from jaxspec.sampling import (
     SamplingMode,

@@ -21,9 +21,9 @@ import numpy as np
 
 from jaxspec.cache import KVCache, init_cache
 from jaxspec.drafters import Auto, Drafter
-from jaxspec.generation import capacity_for
 from jaxspec.layout import BlockLayout
 from jaxspec.model import Qwen3
+from jaxspec.request import capacity_for
 from jaxspec.runner import Run, Runner
 from jaxspec.stats import first_different_index, first_periodic_position, settings_of
 from pallas_kernels import pre_norm

@@ -15,15 +15,10 @@ import numpy as np
 from jaxspec.config import GenerateConfig
 from jaxspec.decode import prefill, run_steps_of
 from jaxspec.drafters import Auto, Drafter, NoDraft
-from jaxspec.generation import (
-    capacity_for,
-    check_prompts,
-    make_request,
-    prefill_chunks,
-    sampling_mode,
-    with_kernels,
-)
-from jaxspec.model import FlatModel, Qwen3
+from jaxspec.generation import with_kernels
+from jaxspec.model import Qwen3
+from jaxspec.placement import FlatModel
+from jaxspec.request import capacity_for, check_prompts, make_request, prefill_chunks, sampling_mode
 from jaxspec.result import to_host
 from jaxspec.sharding import place
 from jaxspec.state import DecodeState, Request, init_state

@@ -13,7 +13,8 @@ from jax.sharding import PartitionSpec as P
 from jaxspec.cache import init_cache
 from jaxspec.drafters import Auto, Drafter
 from jaxspec.drafters.protocol import Leaf
-from jaxspec.model import FlatModel, Qwen3, over_mesh
+from jaxspec.model import Qwen3
+from jaxspec.placement import FlatModel, over_mesh
 from jaxspec.record import TokenRecord, init_record
 from jaxspec.sampling import SamplingParams
 from jaxspec.sharding import ROWS, SPECS, shard_config

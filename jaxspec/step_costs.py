@@ -14,7 +14,7 @@ from jax.experimental import multihost_utils
 
 from jaxspec.decode import run_steps_of
 from jaxspec.drafters import Auto, Drafter
-from jaxspec.model import FlatModel, whole_model
+from jaxspec.placement import FlatModel, whole_model
 from jaxspec.sampling import SamplingMode
 from jaxspec.sharding import SPECS, fetch, place
 from jaxspec.state import Request, init_state

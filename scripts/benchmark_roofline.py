@@ -14,11 +14,15 @@ from roofline import (
     break_even,
     collectives_us,
     distinct_experts,
+    gaps_us,
     held_bytes,
+    joining_us,
     kv_bytes,
     layer_all_reduce_us,
     measured_ms,
+    measured_part_ms,
     num_launches,
+    part_us,
     ridge_rows,
     speed_up,
     step_us,
@@ -32,15 +36,16 @@ _Columns = tuple[tuple[str, str, str], ...]
 _GPUS: _Columns = (("shape", "shape", ""), ("tp", "tp", ""))
 _BATCH: _Columns = (*_GPUS, ("data", "data", ""), ("batch", "batch", ""))
 TABLES: dict[str, tuple[_Columns, _Columns]] = {
-    "anchor": (_GPUS, (("measured ms", "measured_ms", ".2f"), ("predicted", "ms", ".2f"),
-                       ("off", "error", "+.1%"))),
+    "part": (_GPUS, (("measured ms", "measured_part_ms", ".3f"), ("predicted", "part_ms", ".3f"),
+                     ("off", "error", "+.1%"))),
     "steps": ((*_GPUS, ("GB read", "gb_read", ".2f"), ("GB held", "gb_held", ".2f")),
               (("ms", "ms", ".2f"), ("measured", "measured_ms", ".2f"),
                ("speed-up", "speed_up", ".2f"))),
+    "split": (_GPUS, (("part ms", "part_ms", ".2f"), ("collectives", "collectives_ms", ".2f"),
+                      ("small kernels", "joining_ms", ".2f"), ("gaps", "gaps_ms", ".2f"))),
     "collectives": ((*_GPUS, ("launches", "launches", ""), ("us a launch", "us_a_launch", ".1f")),
                     (("all-reduce us", "all_reduce_us", ".1f"),
-                     ("collectives", "collectives_share", ".0%"),
-                     ("ms if filled", "filled_ms", ".2f"))),
+                     ("collectives", "collectives_share", ".0%"))),
     "break-even": ((*_BATCH, ("arithmetic as long as memory, rows", "ridge_rows", "")),
                    (("break-even", "break_even", ".2f"),)),
     "batches": (_BATCH, (("ms", "ms", ".2f"), ("speed-up", "speed_up", ".2f"),
@@ -65,7 +70,7 @@ POSITIVE = click.IntRange(min=1)
 )  # fmt: skip
 @click.option(
     "--table", "tables", type=click.Choice((*TABLES, "hardware")), multiple=True,
-    default=("steps", "collectives", "break-even"), help="What to print.",
+    default=("steps", "split", "break-even"), help="What to print.",
 )  # fmt: skip
 @out_option
 def roofline(out: str | None, tables: tuple[str, ...], rows: tuple[int, ...], **flags: Any) -> None:
@@ -114,7 +119,7 @@ def settings(
 
 def predict(setting: Setting) -> Row:
     """Return every figure of one setting: ms, us, GB (1e9 bytes) a device and step."""
-    us, measured = step_us(setting), measured_ms(setting)
+    us, part_ms, measured = step_us(setting), part_us(setting) / 1e3, measured_part_ms(setting)
     shape = setting.shape
     return {
         "measure": "roofline",
@@ -131,12 +136,15 @@ def predict(setting: Setting) -> Row:
         "gb_held": held_bytes(setting) / 1e9,
         "fits": held_bytes(setting) <= H200.memory_bytes,
         "ms": us / 1e3,
-        "filled_ms": step_us(setting, is_filled=True) / 1e3,
-        "measured_ms": measured,
-        "error": None if measured is None else us / 1e3 / measured - 1,
+        "measured_ms": measured_ms(setting),
+        "part_ms": part_ms,
+        "measured_part_ms": measured,
+        "error": None if measured is None else part_ms / measured - 1,
+        "collectives_ms": collectives_us(setting) / 1e3,
+        "joining_ms": joining_us(setting) / 1e3,
+        "gaps_ms": gaps_us(setting) / 1e3,
         "speed_up": speed_up(setting),
         "all_reduce_us": layer_all_reduce_us(setting),
-        "collectives_us": collectives_us(setting),
         "collectives_share": collectives_us(setting) / us,
         "launches": num_launches(setting),
         "us_a_launch": us / num_launches(setting),

@@ -32,7 +32,7 @@ from throughput import measure_load, measure_throughput
 
 from jaxspec import Drafter, GenerateConfig, Lookahead, NoDraft, PromptLookup, Qwen3
 from jaxspec.drafters import make_drafter
-from jaxspec.generation import capacity_for
+from jaxspec.request import capacity_for
 from jaxspec.sharding import data_size, model_size, shard_config
 
 Row = dict[str, Any]

@@ -23,7 +23,7 @@ import terminal
 import checkpoints
 import jaxspec
 from jaxspec import drafters, stats, text
-from jaxspec.generation import eos_ids_of
+from jaxspec.request import eos_ids_of
 
 DEFAULT_PROMPT = '''class Matrix:
     """A dense matrix of floats, stored row by row."""

@@ -16,8 +16,8 @@ from step_measures import profile_row
 
 from jaxspec import GenerateConfig, NoDraft, Qwen3
 from jaxspec.decode import prefill, run_steps_of
-from jaxspec.generation import make_request, prefill_chunks
-from jaxspec.model import FlatModel
+from jaxspec.placement import FlatModel
+from jaxspec.request import make_request, prefill_chunks
 from jaxspec.sharding import place
 from jaxspec.state import SCALAR, Request, init_state
 

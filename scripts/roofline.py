@@ -1,8 +1,9 @@
 """What a decode step should take on paper: bytes, operations, launches and collectives a device.
 
-Pure numbers, no device. A step reads a device's part of the weights and of the live keys and values
-once; each kernel costs some microseconds besides, and with a model that is split over devices each
-layer waits for two all-reduces. `docs/scaling.md` has the results and where the figures come from.
+Pure numbers, no device. A device reads its part of the weights and of the live keys and values
+once, and each kernel costs some microseconds besides: that is its part of a step. Where devices
+share a model, all-reduces, a small kernel after each, and gaps come on top. `docs/scaling.md` has
+the results and where the figures come from.
 """
 
 from __future__ import annotations
@@ -14,9 +15,13 @@ from collections.abc import Callable
 from roofline_figures import H200, MEASURED, Hardware, Shape
 
 GPUS_PER_HOST = 8
-# Of products by pallas_kernels, of a head by it, and of attention in one launch.
-MAX_ROWS, MAX_HEAD_ROWS, MAX_LAUNCH_ROWS = 128, 64, 16
+# Rows up to which products are by pallas_kernels, and attention is one launch.
+MAX_ROWS, MAX_LAUNCH_ROWS = 128, 16
+# Columns of a program of gate and up where there are many; a multiprocessor has one at a time.
+WIDE_BLOCK = 128
 ARGMAX_COLUMNS = 2048
+# Kernels once a step, beside the head: embedding, argmax, verification, cache.
+REST_LAUNCHES = 22
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,6 +80,12 @@ class Setting:
         """Return the kv heads of one device; several have the same one if there are too few."""
         return max(self.shape.kv_heads // self.tp, 1)
 
+    @property
+    def vocab(self) -> int:
+        """Return the columns of one device's head: whole blocks of 128 where the model's are."""
+        unit = math.gcd(self.shape.vocab, 128)
+        return math.ceil(self.shape.vocab / (unit * self.tp)) * unit
+
 
 @dataclasses.dataclass(frozen=True)
 class Product:
@@ -82,7 +93,6 @@ class Product:
 
     Attributes:
       kind: as in pallas_kernels/linear: "scale", "swiglu", "residual", "head", or "experts".
-      inner: entries of a row.
       columns: of the result; for "swiglu" of gate and up each.
       count: how many there are a step.
       read: weights that a step reads in each.
@@ -90,30 +100,10 @@ class Product:
     """
 
     kind: str
-    inner: int
     columns: int
     count: int
     read: float
     used: float
-
-    def programs(self, num_rows: int) -> tuple[int, int]:
-        """Return how many programs it has, and how many fit a multiprocessor; 0 for no limit.
-
-        Source: `TILINGS` of pallas_kernels/linear/triton.py, made for the 8B shape on one device.
-        """
-        if self.kind == "experts" or num_rows > (
-            MAX_HEAD_ROWS if self.kind == "head" else MAX_ROWS
-        ):
-            return 0, 1  # by a library that chooses for itself
-        is_wide = num_rows > MAX_LAUNCH_ROWS
-        if self.kind == "residual":
-            blocks, steps, splits = math.ceil(self.columns / 64), math.ceil(self.inner / 128), 1
-            while splits * blocks < (128 if is_wide else 64) and steps % (2 * splits) == 0:
-                splits *= 2
-            return blocks * splits, 2 if is_wide else 1
-        block = 128 if self.kind == "swiglu" or (self.kind == "head" and is_wide) else 64
-        resident = {"scale": 2, "swiglu": 1, "head": 1 if is_wide else 3}[self.kind]
-        return math.ceil(self.columns / block), resident
 
 
 def distinct_experts(shape: Shape, num_rows: int) -> float:
@@ -132,12 +122,12 @@ def products(setting: Setting) -> list[Product]:
 
     def product(kind: str, inner: int, columns: int, count: int, parts: int = 1) -> Product:
         size = float(inner * columns * parts)
-        return Product(kind, inner, columns, count, size, size)
+        return Product(kind, columns, count, size, size)
 
     found = [
         product("scale", hidden, (heads + 2 * setting.kv_heads) * shape.head_dim, shape.layers),
         product("residual", heads * shape.head_dim, hidden, shape.layers),
-        product("head", hidden, math.ceil(shape.vocab / tp), 1),
+        product("head", hidden, setting.vocab, 1),
     ]
     if not shape.experts:
         found += [
@@ -149,7 +139,7 @@ def products(setting: Setting) -> list[Product]:
     found.append(product("experts", hidden, shape.experts, shape.layers))  # the router, everywhere
     for size in (2 * hidden * inner, inner * hidden):
         read, used = touched * size, shape.experts_per_token * size
-        found.append(Product("experts", hidden, inner, shape.layers, read, float(used)))
+        found.append(Product("experts", inner, shape.layers, read, float(used)))
     return found
 
 
@@ -170,7 +160,7 @@ def kv_bytes(setting: Setting) -> int:
 def held_bytes(setting: Setting) -> float:
     """Return the bytes of all weights of a device, read or not, and of the live keys and values."""
     shape = setting.shape
-    embedding = 0 if shape.is_tied else math.ceil(shape.vocab / setting.tp) * shape.hidden
+    embedding = 0 if shape.is_tied else setting.vocab * shape.hidden
     idle = 0.0
     if shape.experts:
         touched = distinct_experts(shape, setting.num_rows)
@@ -185,43 +175,29 @@ def operations(setting: Setting) -> float:
     return 2 * setting.num_rows * used
 
 
-def product_us(
-    product: Product, setting: Setting, hardware: Hardware = H200, is_filled: bool = False
-) -> float:
+def product_us(product: Product, setting: Setting, hardware: Hardware = H200) -> float:
     """Return the microseconds of one product.
 
-    Reading and arithmetic run at once but for a share of the shorter. Programs that are fewer than
-    the device takes read at their own rate only, and so do those that are left for a last round.
-
-    Args:
-      product: which.
-      setting: whose rows it has.
-      hardware: the device.
-      is_filled: as if there were programs enough at any size.
+    Reading and arithmetic run at once. Gate and up of more programs than there are multiprocessors
+    have a last round, of programs that each read at their own rate.
     """
-    num_bytes = product.read * setting.itemsize
+    reading = product.read * setting.itemsize / hardware.read_rate
+    programs = math.ceil(product.columns / WIDE_BLOCK)
+    rounds, left = divmod(programs, hardware.num_multiprocessors)
+    if product.kind == "swiglu" and setting.num_rows <= MAX_ROWS and rounds and left:
+        slowdown = max(hardware.read_rate / (left * hardware.program_rate), 1)
+        reading *= 1 + (slowdown - 1) * left / programs
     computing = 2 * setting.num_rows * product.used / hardware.arithmetic_rate
-    reading = num_bytes / hardware.read_rate
-    num_programs, resident = product.programs(setting.num_rows)
-    if num_programs and not is_filled:
-        at_once = hardware.num_multiprocessors * resident
-        rounds, left = divmod(num_programs, at_once)
-        reading *= rounds * at_once / num_programs
-        if left:
-            busy = min(left, hardware.num_multiprocessors)
-            rate = min(hardware.read_rate, busy * hardware.program_rate)
-            reading += num_bytes * left / num_programs / rate
-        computing /= min(num_programs / hardware.num_multiprocessors, 1)
-    exposed = hardware.overlap_loss * min(reading, computing)
-    return hardware.product_us + (max(reading, computing) + exposed) * 1e6
+    more_rows = max(min(setting.num_rows, MAX_ROWS) - MAX_LAUNCH_ROWS, 0)
+    fixed = hardware.product_us + hardware.product_row_us * more_rows
+    return fixed + max(reading, computing) * 1e6
 
 
 def attention_us(setting: Setting, hardware: Hardware = H200) -> float:
     """Return the microseconds of one layer's attention."""
     reading = kv_bytes(setting) / setting.shape.layers / hardware.kv_rate * 1e6
-    if setting.rows <= MAX_LAUNCH_ROWS:
-        return reading + hardware.attention_us + hardware.attention_row_us * setting.rows
-    return reading + hardware.wide_attention_us + hardware.wide_attention_row_us * setting.rows
+    query_rows = setting.rows * setting.shape.heads / setting.tp / setting.kv_heads
+    return reading + hardware.attention_us + hardware.attention_row_us * query_rows
 
 
 def num_hosts(num_devices: int) -> int:
@@ -262,65 +238,68 @@ def layer_all_reduce_us(setting: Setting, hardware: Hardware = H200) -> float:
     return all_reduce_us(num_bytes, setting.tp, hardware)
 
 
+def num_sums(setting: Setting) -> int:
+    """Return the all-reduces of a step: two a layer, and one of the embedding."""
+    return 2 * setting.shape.layers + 1 if setting.tp > 1 else 0
+
+
 def collectives_us(setting: Setting, hardware: Hardware = H200) -> float:
-    """Return the microseconds of a step's collectives.
+    """Return the microseconds of a step's collectives, all among the devices that share a model.
 
-    Two all-reduces a layer and one of the embedding; a gather of the best id and logit of every
-    2,048 columns; and, where the batch is split, one number: whether any text still runs.
+    Besides the all-reduces one all-gather: of the best id and logit of every 2,048 columns.
     """
-    total = (2 * setting.shape.layers + 1) * layer_all_reduce_us(setting, hardware)
-    parts = setting.tp * math.ceil(setting.shape.vocab / setting.tp / ARGMAX_COLUMNS)
-    total += all_gather_us(8 * parts * setting.num_rows, setting.tp, hardware)
-    if setting.data > 1:
-        total += all_reduce_us(4, setting.tp * setting.data, hardware)
-    return total
-
-
-def num_launches(setting: Setting) -> int:
-    """Return the kernels of a step's layers and head, collectives and what follows each included.
-
-    Above 128 rows products are the library's, with a small kernel of XLA's beside each. A mixture
-    of experts has a router, and three small kernels that sort rows by expert and back.
-    """
-    layers = setting.shape.layers
-    count = sum(product.count for product in products(setting))
-    count += layers * (1 if setting.rows <= MAX_LAUNCH_ROWS else 2) + small_kernels(setting)
-    return count + (2 * layers + 2 if setting.tp > 1 else 0)
+    parts = setting.tp * math.ceil(setting.vocab / ARGMAX_COLUMNS)
+    gather = all_gather_us(8 * parts * setting.num_rows, setting.tp, hardware)
+    return num_sums(setting) * layer_all_reduce_us(setting, hardware) + gather
 
 
 def small_kernels(setting: Setting) -> int:
-    """Return the kernels of a step that read next to nothing, but for those once a step."""
-    layers = setting.shape.layers
-    count = 2 * layers + 1 if setting.tp > 1 else 0  # residual and statistics of the norm
-    count += 4 * layers if setting.num_rows > MAX_ROWS else 0
-    return count + (3 * layers if setting.shape.experts else 0)
+    """Return the kernels in the layers of a device's part that read next to nothing.
 
-
-def glue_us(setting: Setting, hardware: Hardware = H200) -> float:
-    """Return the microseconds of small kernels, and of a loop that is not one CUDA graph."""
-    total = small_kernels(setting) * hardware.small_kernel_us
-    if setting.tp * setting.data > 1:
-        total += hardware.predicate_us
-    if setting.tp > 1:  # Collectives are outside of CUDA graphs: too few kernels are between them.
-        total += num_launches(setting) * hardware.gap_us
-    return total
-
-
-def step_us(setting: Setting, hardware: Hardware = H200, is_filled: bool = False) -> float:
-    """Return the microseconds of a step.
-
-    Args:
-      setting: what is decoded, and on how many devices.
-      hardware: the devices.
-      is_filled: as if every product had programs enough to keep a device busy.
+    Above 128 rows products are the library's, with a small kernel of XLA's beside each. A mixture
+    of experts has three that sort rows by expert and back.
     """
+    beside = 4 if setting.num_rows > MAX_ROWS else 0
+    return setting.shape.layers * (beside + (3 if setting.shape.experts else 0))
+
+
+def num_launches(setting: Setting) -> int:
+    """Return the kernels of a step, collectives and the small kernels after them included."""
+    attentions = setting.shape.layers * (1 if setting.rows <= MAX_LAUNCH_ROWS else 2)
+    count = sum(product.count for product in products(setting)) + attentions + REST_LAUNCHES
+    gathers = 1 if setting.tp > 1 else 0
+    return count + small_kernels(setting) + 2 * num_sums(setting) + gathers
+
+
+def part_us(setting: Setting, hardware: Hardware = H200) -> float:
+    """Return the microseconds of one device's part of a step, as one CUDA graph."""
     total = sum(
-        product.count * product_us(product, setting, hardware, is_filled)
-        for product in products(setting)
+        product.count * product_us(product, setting, hardware) for product in products(setting)
     )
     total += setting.shape.layers * attention_us(setting, hardware)
-    total += hardware.rest_us + hardware.rest_row_us * setting.num_rows + hardware.call_us
-    return total + glue_us(setting, hardware) + collectives_us(setting, hardware)
+    total += small_kernels(setting) * hardware.small_kernel_us
+    return total + hardware.rest_us + hardware.rest_row_us * setting.num_rows + hardware.call_us
+
+
+def joining_us(setting: Setting, hardware: Hardware = H200) -> float:
+    """Return the microseconds of the small kernel after each all-reduce: residual, norm's sums."""
+    return num_sums(setting) * hardware.small_kernel_us
+
+
+def gaps_us(setting: Setting, hardware: Hardware = H200) -> float:
+    """Return the microseconds of gaps and of the predicate, where a loop is not one CUDA graph.
+
+    Parts of a batch have a loop each, so that is only where devices share a model.
+    """
+    if setting.tp == 1:
+        return 0.0
+    return num_launches(setting) * hardware.gap_us + hardware.predicate_us
+
+
+def step_us(setting: Setting, hardware: Hardware = H200) -> float:
+    """Return the microseconds of a step."""
+    together = collectives_us(setting, hardware) + joining_us(setting, hardware)
+    return part_us(setting, hardware) + together + gaps_us(setting, hardware)
 
 
 def speed_up(setting: Setting, hardware: Hardware = H200) -> float | None:
@@ -336,11 +315,16 @@ def break_even(setting: Setting, hardware: Hardware = H200) -> float:
     return step_us(setting, hardware) / step_us(dataclasses.replace(setting, rows=1), hardware)
 
 
-def measured_ms(setting: Setting) -> float | None:
-    """Return the measured milliseconds of a step, None where there is none."""
+def measured_part_ms(setting: Setting) -> float | None:
+    """Return the measured milliseconds of one device's part of a step, None where there is none."""
     if (setting.data, setting.batch, setting.length, setting.itemsize) != (1, 1, 512, 2):
         return None
     return MEASURED.get((setting.shape.name, setting.tp), {}).get(setting.rows)
+
+
+def measured_ms(setting: Setting) -> float | None:
+    """Return the measured milliseconds of a step: so far of one device only."""
+    return measured_part_ms(setting) if setting.tp == 1 else None
 
 
 def ridge_rows(setting: Setting, hardware: Hardware = H200, most: int = 1 << 20) -> int | None:

@@ -25,17 +25,15 @@ class Hardware:
     Attributes:
       memory_bytes: what a device can hold.
       read_rate: of weights by a product that fills the device.
-      program_rate: the most that one program of a product reads: what counts where gate and up
-        have few programs, or a few more than there are multiprocessors.
+      program_rate: of one program of a product: what counts where wide gate and up have a few
+        programs more than there are multiprocessors.
       kv_rate: of keys and values by attention.
       num_multiprocessors: programs that run at once.
       arithmetic_rate: of large products in bfloat16, for some milliseconds.
-      overlap_loss: share of the shorter of reading and arithmetic that is not hidden.
       product_us: start and tail of a product.
-      attention_us: of one launch, the latencies of an almost empty cache, norms and RoPE.
-      attention_row_us: for each row of the block more, in one launch.
-      wide_attention_us: of two launches, from 17 rows on.
-      wide_attention_row_us: for each row of the block more, in two launches.
+      product_row_us: for each row from 17 to 128.
+      attention_us: of an almost empty cache, norms and RoPE.
+      attention_row_us: for each query row of a kv head: rows of the block times its query heads.
       rest_us: everything once a step: embedding, argmax, verification, cache.
       rest_row_us: for each row more.
       call_us: a step's part of a call on the host.
@@ -50,17 +48,15 @@ class Hardware:
     """
 
     memory_bytes: float = _figure(141e9, "data sheet")
-    read_rate: float = _figure(4.55e12, "fitted; XLA reads at 4.40 to 4.46e12, a head at 4.68e12")
-    program_rate: float = _figure(75e9, "fitted to the 0.6B, 1.7B and 14B shapes")
+    read_rate: float = _figure(4.5e12, "fitted; XLA reads at 4.39 to 4.47e12, a head at 4.68e12")
+    program_rate: float = _figure(75e9, "measured of 12 programs of gate and up")
     kv_rate: float = _figure(3.8e12, "step at length 30000, one row")
     num_multiprocessors: int = _figure(132, "data sheet")
     arithmetic_rate: float = _figure(772e12, "measured for 12 ms; 690 to 740e12 for 100 ms")
-    overlap_loss: float = _figure(0.35, "fitted to 8, 64 and 128 rows at the 8B shape")
-    product_us: float = _figure(3.2, "about 3 measured")
-    attention_us: float = _figure(6.4, "7.1 measured at one row, length 512")
-    attention_row_us: float = _figure(0.13, "8.0 measured at 8 rows")
-    wide_attention_us: float = _figure(11.4, "12.7 + 2.3 measured at 64 rows")
-    wide_attention_row_us: float = _figure(0.048, "15.4 + 2.7 measured at 128 rows")
+    product_us: float = _figure(3.3, "fitted; about 3 to 4 measured")
+    product_row_us: float = _figure(0.06, "fitted; 0.03 to 0.08 measured from 8 to 64 rows")
+    attention_us: float = _figure(6.4, "fitted; 7.1 measured at one row of the 8B shape")
+    attention_row_us: float = _figure(0.04, "fitted; 8.0 measured at 8 rows, 15.0 at 64 (8B)")
     rest_us: float = _figure(22.0, "measured")
     rest_row_us: float = _figure(0.3, "40 measured at 64 rows, 60 at 128")
     call_us: float = _figure(25.0, "1.6 ms measured, 64 steps a call")
@@ -120,15 +116,21 @@ _MIXTURES = {
     "235b-a22b": Shape("235b-a22b", 4096, 94, 64, 4, 128, 1536, 151936, False, 128, 8),
 }
 SHAPES = (*(name for name in shapes.SHAPES if name not in ("bundled", "tiny")), *_MIXTURES)
-# Milliseconds of a step by (shape, GPUs that share the model) and rows: batch 1, length 512,
-# bfloat16. Source: benchmarks/h200.md.
+# Milliseconds by rows of one device's part of a step, as one CUDA graph and without collectives; by
+# shape and devices that share the model. Batch 1, length 512, bfloat16: benchmarks/h200.md.
 MEASURED: dict[tuple[str, int], dict[int, float]] = {
-    ("0.6b", 1): {1: 0.99, 8: 1.00, 64: 1.48},
-    ("1.7b", 1): {1: 1.48, 8: 1.50, 64: 1.96},
-    ("4b", 1): {1: 2.56, 8: 2.63, 64: 3.50},
-    ("8b", 1): {1: 4.03, 8: 4.11, 64: 4.84},
-    ("14b", 1): {1: 8.02, 8: 8.14, 64: 9.84},
-    ("32b", 1): {1: 16.07, 8: 16.31},
+    ("0.6b", 1): {1: 0.893, 8: 0.925, 64: 1.414},
+    ("1.7b", 1): {1: 1.381, 8: 1.410, 64: 1.849},
+    ("4b", 1): {1: 2.557, 8: 2.626, 64: 3.500},
+    ("8b", 1): {1: 4.029, 8: 4.112, 64: 4.719},
+    ("8b", 2): {1: 2.395, 8: 2.450, 64: 3.026},
+    ("8b", 4): {1: 1.602, 8: 1.642, 64: 2.409},
+    ("8b", 8): {1: 1.201, 8: 1.230, 64: 2.085},
+    ("14b", 1): {1: 8.016, 8: 8.137, 64: 9.837},
+    ("32b", 1): {1: 16.069, 8: 16.309},
+    ("32b", 2): {1: 8.334, 8: 8.572, 64: 10.640},
+    ("32b", 4): {1: 4.816, 8: 5.004, 64: 6.707},
+    ("32b", 8): {1: 3.126, 8: 3.308, 64: 5.265},
 }
 
 

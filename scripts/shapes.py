@@ -13,7 +13,7 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 
 from jaxspec import Qwen3, Qwen3Config
-from jaxspec.model import parameter_names
+from jaxspec.placement import parameter_names
 from jaxspec.sharding import MODEL, SPECS, model_size, shard_config
 
 # Hidden size, layers, query heads, kv heads, feed-forward size, tied embeddings; then the width of

@@ -18,8 +18,9 @@ from shapes import random_array
 from jaxspec import Auto, Drafter, GenerateConfig, Qwen3
 from jaxspec.cache import KVCache
 from jaxspec.decode import run_steps_of
-from jaxspec.generation import make_request, sampling_mode, with_kernels
-from jaxspec.model import FlatModel
+from jaxspec.generation import with_kernels
+from jaxspec.placement import FlatModel
+from jaxspec.request import make_request, sampling_mode
 from jaxspec.sharding import SPECS, place
 from jaxspec.state import (
     FINISHED_BY_LENGTH,

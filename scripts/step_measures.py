@@ -19,7 +19,7 @@ from jaxspec import Qwen3
 from jaxspec.cache import KVCache
 from jaxspec.decode import LOOP_OPTIONS
 from jaxspec.layout import BlockLayout
-from jaxspec.model import FlatModel, whole_model
+from jaxspec.placement import FlatModel, whole_model
 
 Row = dict[str, Any]
 

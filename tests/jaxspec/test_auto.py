@@ -15,8 +15,8 @@ from jaxspec import step_costs as step_costs_module
 from jaxspec.decode import run_steps
 from jaxspec.drafters import Outcome, make_drafter
 from jaxspec.drafters.auto import MAX_ARMS
-from jaxspec.generation import make_request
-from jaxspec.model import FlatModel
+from jaxspec.placement import FlatModel
+from jaxspec.request import make_request
 from jaxspec.result import to_host
 from jaxspec.state import init_state
 from tests.jaxspec.models import random_model, random_prompts

@@ -13,7 +13,7 @@ from flax import nnx
 from jaxspec import Auto, GenerateConfig, Lookahead, NoDraft, PromptLookup, Qwen3, generate
 from jaxspec.decode import prefill, run_steps
 from jaxspec.drafters import make_drafter
-from jaxspec.generation import make_request
+from jaxspec.request import make_request
 from jaxspec.state import init_state
 from tests.jaxspec.models import random_model, random_prompts
 

@@ -8,7 +8,7 @@ import jax
 import pytest
 
 from jaxspec import Auto, GenerateConfig, Lookahead, NoDraft, PromptLookup, generate
-from jaxspec.model import spread
+from jaxspec.placement import spread
 from jaxspec.sharding import make_mesh
 from tests.jaxspec.models import random_model, random_prompts
 

@@ -14,7 +14,7 @@ from jaxspec.cache import init_cache
 from jaxspec.decode import decode_step, prefill
 from jaxspec.drafters import ngram_pool
 from jaxspec.drafters.lookahead import LookaheadState
-from jaxspec.generation import make_request
+from jaxspec.request import make_request
 from jaxspec.state import init_state
 from tests.jaxspec.models import random_model, random_prompts, smallest_gap
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from jaxspec import GenerateConfig, Lookahead, NoDraft, PromptLookup, generate, stream
 from jaxspec.decode import prefill, run_steps
 from jaxspec.drafters import DEFAULT_SETTINGS, DRAFTERS, make_drafter
-from jaxspec.generation import make_request
+from jaxspec.request import make_request
 from jaxspec.state import init_state
 from pallas_kernels import dispatch
 from tests.jaxspec.models import ScriptedDraft, random_model, random_prompts, smallest_gap

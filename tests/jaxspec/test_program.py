@@ -11,7 +11,7 @@ import pytest
 
 from jaxspec import GenerateConfig, Lookahead, NoDraft, PromptLookup, generate, stream
 from jaxspec.decode import prefill, run_steps
-from jaxspec.generation import capacity_for, make_request
+from jaxspec.request import capacity_for, make_request
 from jaxspec.state import init_state
 from tests.jaxspec.models import random_model, random_prompts
 

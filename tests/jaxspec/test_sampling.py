@@ -13,7 +13,7 @@ import pytest
 from jaxspec import BlockLayout, GenerateConfig, Lookahead, PromptLookup, generate
 from jaxspec.decode import GREEDY
 from jaxspec.drafters import Outcome, Proposal
-from jaxspec.generation import make_request, sampling_mode
+from jaxspec.request import make_request, sampling_mode
 from jaxspec.sampling import SamplingMode, SamplingParams, prefix_counts, process_logits
 from jaxspec.verify import verify
 from tests.jaxspec.models import CONFIG, random_model, random_prompts

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jaxspec import Auto, BlockLayout, GenerateConfig, Lookahead, NoDraft, PromptLookup, generate
-from jaxspec.generation import make_request, sampling_mode
+from jaxspec.request import make_request, sampling_mode
 from jaxspec.sampling import process_logits
 from tests.jaxspec.models import random_model
 

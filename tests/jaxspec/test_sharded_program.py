@@ -14,8 +14,8 @@ from jax.sharding import AbstractDevice, AbstractMesh, NamedSharding, PartitionS
 
 from jaxspec import Auto, GenerateConfig, Lookahead, NoDraft, PromptLookup, generate, stream
 from jaxspec.decode import prefill, run_steps, run_steps_of
-from jaxspec.generation import make_request, sampling_mode
-from jaxspec.model import FlatModel, parameter_specs, spread
+from jaxspec.placement import FlatModel, parameter_specs, spread
+from jaxspec.request import make_request, sampling_mode
 from jaxspec.sharding import ROWS, make_mesh
 from jaxspec.state import REQUEST_SPECS, STATE_SPECS, init_state
 from tests.jaxspec.models import random_model, random_prompts

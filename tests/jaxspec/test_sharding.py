@@ -22,7 +22,7 @@ from jaxspec import (
     stream,
 )
 from jaxspec.drafters import DRAFTERS
-from jaxspec.model import over_mesh, spread
+from jaxspec.placement import over_mesh, spread
 from jaxspec.sharding import make_mesh, shard_config, shard_ranges
 from tests.jaxspec.models import CONFIG, random_model, random_prompts, smallest_gap
 

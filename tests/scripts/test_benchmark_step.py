@@ -23,7 +23,7 @@ from jaxspec import NoDraft, PromptLookup
 
 COMMON = {
     "measure", "shape", "batch", "capacity", "length", "dtype", "weight_bytes", "kv_bytes", "rows",
-    "kernels", "drafter", "mesh", "device", "jax", "command",
+    "kernels", "drafter", "mesh", "part_of", "device", "jax", "command",
 }  # fmt: skip
 TIMES = {"ms", "ms_min", "ms_max", "steps", "runs", "mean_accepted_length"}
 
@@ -265,3 +265,27 @@ def test_the_forward_stays_in_the_loop(model):
     block, cached = arguments[2], arguments[3] + 2
     expected = step_measures.call_model(model, block, cached, state.cache, layout, "xla")
     assert jnp.allclose(result, expected, atol=1e-5)
+
+
+def test_one_devices_part_of_a_model(run):
+    """A part has its heads, columns and ids, and reads that many bytes."""
+    code, rows, out, err = run("--rows", "1", "--part-of", "1,4")
+    assert (code, err) == (0, "")
+    whole, part = of(rows, "step")
+    assert (whole["part_of"], part["part_of"]) == (1, 4)
+    # Two kv heads on four devices: each is held by two. Ids are 128 of 320, in 64s.
+    layer = 48 * (1 + 2) * 16 + 16 * 48 + 3 * 48 * 24 + 2 * 48 + 2 * 16
+    assert part["weight_bytes"] == 4 * (2 * layer + 128 * 48 + 48)
+    assert part["kv_bytes"] * 2 == whole["kv_bytes"]
+    assert "part of" in out
+
+
+def test_a_part_that_there_is_not(run):
+    code, rows, _, err = run("--rows", "1", "--part-of", "3")
+    assert code == 1 and not of(rows, "step")
+    assert "num_attention_heads=4 is not a multiple of the mesh's model=3" in err
+
+
+def test_a_part_is_of_one_device(run):
+    code, _, _, err = run("--part-of", "2", "--tp", "2")
+    assert code == 2 and "--part-of is of one device" in err

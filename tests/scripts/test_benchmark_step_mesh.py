@@ -20,7 +20,7 @@ from step_bench import Bench
 
 import checkpoints
 from jaxspec import PromptLookup
-from jaxspec.model import spread
+from jaxspec.placement import spread
 from jaxspec.sharding import make_mesh
 from tests.jaxspec.models import random_model
 

@@ -12,7 +12,7 @@ import benchmark
 import command
 import pytest
 import roofline
-from roofline import Setting
+from roofline import Product, Setting
 from roofline_figures import H200, MEASURED, SHAPES, Shape, shape_of
 
 DOC = Path(__file__).parents[2] / "docs" / "scaling.md"
@@ -41,27 +41,48 @@ def run(capsys):
     return run
 
 
+STEP_ROWS = [
+    row
+    for line in (DOC.parents[1] / "benchmarks/h200/step.jsonl").read_text().splitlines()
+    if (row := json.loads(line))["measure"] == "step" and not row.get("mesh")
+]
+
+
+def setting_of(row):
+    part_of, sizes = row.get("part_of", 1), {key: row[key] for key in ("batch", "length", "rows")}
+    return Setting(shape_of(row["shape"]), tp=part_of, **sizes)
+
+
 LISTED = [
-    ("8b", 1, 4.03), ("8b", 8, 4.11), ("8b", 64, 4.84), ("32b", 1, 16.07), ("32b", 8, 16.31),
-    ("14b", 1, 8.02), ("4b", 1, 2.56), ("1.7b", 1, 1.48), ("0.6b", 1, 0.99),
-]  # fmt: skip
+    (name, parts, rows, ms)
+    for (name, parts), figures in MEASURED.items()
+    for rows, ms in figures.items()
+]
 
 
-@pytest.mark.parametrize("name, rows, ms", LISTED)
-def test_one_device_is_within_five_percent_of_what_was_measured(name, rows, ms):
-    assert MEASURED[name, 1][rows] == ms
-    assert roofline.step_us(Setting(shape_of(name), rows=rows)) / 1e3 == pytest.approx(ms, rel=0.05)
+@pytest.mark.parametrize("name, parts, rows, ms", LISTED)
+def test_a_part_takes_what_was_measured(name, parts, rows, ms):
+    """Whole models within 5 %, parts within 5 % up to 8 rows and 10 % at 64."""
+    setting = Setting(shape_of(name), tp=parts, rows=rows)
+    most = 0.1 if parts > 1 and rows > 8 else 0.05
+    assert roofline.part_us(setting) / 1e3 == pytest.approx(ms, rel=most)
+    found = [row["ms"] for row in STEP_ROWS if setting_of(row) == setting]
+    assert ms in [round(each, 3) for each in found]
+
+
+def test_measured_steps_are_of_one_device():
+    setting = Setting(shape_of("8b"), rows=8)
+    assert roofline.measured_ms(setting) == roofline.measured_part_ms(setting) == 4.112
+    shared = dataclasses.replace(setting, tp=8)
+    assert roofline.measured_ms(shared) is None and roofline.measured_part_ms(shared) == 1.23
 
 
 def test_bytes_are_those_that_the_benchmark_counts():
-    # weight_bytes and kv_bytes of benchmarks/h200/step.jsonl.
-    rows = (DOC.parents[1] / "benchmarks/h200/step.jsonl").read_text().splitlines()
-    steps = [row for row in map(json.loads, rows) if row["measure"] == "step"]
-    assert {row["shape"] for row in steps} >= {"0.6b", "8b", "32b"}
-    for row in steps:
-        setting = Setting(shape_of(row["shape"]), batch=row["batch"], length=row["length"])
-        assert roofline.weight_bytes(setting) == row["weight_bytes"]
-        assert roofline.kv_bytes(setting) == row["kv_bytes"]
+    parts = {(row["shape"], row.get("part_of", 1)) for row in STEP_ROWS}
+    assert parts >= set(MEASURED)
+    for row in STEP_ROWS:
+        assert roofline.weight_bytes(setting_of(row)) == row["weight_bytes"]
+        assert roofline.kv_bytes(setting_of(row)) == row["kv_bytes"]
 
 
 @pytest.mark.parametrize("name", SHAPES)
@@ -95,10 +116,39 @@ def test_one_device_has_no_collectives(name):
     setting = Setting(shape_of(name), rows=8)
     assert roofline.collectives_us(setting) == roofline.layer_all_reduce_us(setting) == 0
     assert roofline.collectives_us(dataclasses.replace(setting, tp=2)) > 0
-    # A batch in parts has one number to agree on, nothing in the layers.
-    parts = dataclasses.replace(setting, batch=2, data=2)
-    assert roofline.layer_all_reduce_us(parts) == 0
-    assert roofline.collectives_us(parts) == roofline.all_reduce_us(4, 2)
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_parts_of_a_batch_say_nothing_to_each_other(name):
+    shape = shape_of(name)
+    for tp in (1, 8):
+        alone = Setting(shape, tp=tp, rows=8)
+        parts = dataclasses.replace(alone, batch=8, data=8)
+        assert roofline.collectives_us(parts) == roofline.collectives_us(alone)
+        assert roofline.step_us(parts) == roofline.step_us(alone)
+    # One CUDA graph on each device.
+    parts = Setting(shape, data=8, batch=8)
+    assert roofline.gaps_us(parts) == roofline.collectives_us(parts) == 0
+    assert roofline.step_us(parts) == roofline.part_us(parts)
+
+
+def test_a_step_is_a_part_and_what_joins_the_parts():
+    setting = Setting(shape_of("8b"), tp=8, rows=8)
+    # As the compiled program has them: two all-reduces a layer, one of the embedding, a gather.
+    assert roofline.num_sums(setting) == 2 * 36 + 1
+    gather = roofline.all_gather_us(8 * 8 * 10 * 8, 8)
+    sums = 73 * roofline.layer_all_reduce_us(setting)
+    assert roofline.collectives_us(setting) == pytest.approx(sums + gather)
+    joined = roofline.collectives_us(setting) + 73 * H200.small_kernel_us
+    joined += roofline.num_launches(setting) * H200.gap_us + H200.predicate_us
+    assert roofline.step_us(setting) == pytest.approx(roofline.part_us(setting) + joined)
+
+
+def test_launches_are_those_of_the_profile():
+    setting = Setting(shape_of("8b"))
+    assert roofline.num_launches(setting) == 203
+    assert roofline.num_launches(dataclasses.replace(setting, tp=2)) == 203 + 2 * 73 + 1
+    assert roofline.num_launches(dataclasses.replace(setting, rows=64)) == 203 + 36
 
 
 def test_collectives_take_longer_over_more_devices_and_bytes():
@@ -117,19 +167,19 @@ def test_wider_blocks_and_longer_texts_take_longer():
         widths = [dataclasses.replace(setting, rows=rows) for rows in (1, 8, 16, 64, 128)]
         times = [roofline.step_us(at) for at in widths]
         assert times == sorted(times)
-        filled = [roofline.step_us(at, is_filled=True) for at in widths]
-        assert all(less <= us for less, us in zip(filled, times, strict=True))
         longer = dataclasses.replace(setting, length=30000)
         assert roofline.step_us(longer) > roofline.step_us(setting)
 
 
-def test_programs_of_gate_and_up_as_the_document_says():
-    for name, alone, shared in (("8b", 96, 12), ("32b", 200, 25)):
-        for tp, count in ((1, alone), (8, shared)):
-            found = roofline.products(Setting(shape_of(name), tp=tp))
-            (gate_up,) = [product for product in found if product.kind == "swiglu"]
-            assert gate_up.programs(1) == (count, 1)
-            assert gate_up.programs(129)[0] == 0
+def test_a_last_round_of_few_programs_is_slow():
+    def gate_up_us(columns):
+        return roofline.product_us(Product("swiglu", columns, 1, size, size), Setting(shape))
+
+    shape, size = shape_of("14b"), 2.0 * 5120 * 17408
+    reading = 2 * size / H200.read_rate * 1e6
+    assert gate_up_us(128 * 132) == pytest.approx(H200.product_us + reading)
+    assert gate_up_us(128 * 136) > gate_up_us(128 * 132) + 20
+    assert gate_up_us(128 * 200) == gate_up_us(128 * 132) == gate_up_us(128 * 12)
 
 
 def test_where_arithmetic_takes_as_long_as_memory():
@@ -187,9 +237,11 @@ def test_json_lines(run, tmp_path):
     ]  # fmt: skip
     for row in rows:
         assert row["measure"] == "roofline" and row["length"] == 100 and row["itemsize"] == 4
+        parts = ("part_ms", "collectives_ms", "joining_ms", "gaps_ms")
+        assert row["ms"] == pytest.approx(sum(row[part] for part in parts))
         assert row["gb_read"] == pytest.approx(row["gb_weights"] + row["gb_kv"])
-        assert row["collectives_share"] == pytest.approx(row["collectives_us"] / row["ms"] / 1e3)
-        assert row["measured_ms"] is None and row["error"] is None
+        assert row["collectives_share"] == pytest.approx(row["collectives_ms"] / row["ms"])
+        assert row["measured_ms"] is row["measured_part_ms"] is row["error"] is None
 
 
 @pytest.mark.parametrize(
