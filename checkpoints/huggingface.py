@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 import math
@@ -74,6 +75,11 @@ def load_weights(
         raise ValueError(f"{directory / CONFIG_FILE}: {error}") from None
     tensors = open_tensors(directory)
     check_tensors(directory, tensors, config)
+    if mesh is not None and mesh.is_multi_process:
+        # Other processes read the rest.
+        tensors = {
+            name: dataclasses.replace(tensor, reads_ahead=False) for name, tensor in tensors.items()
+        }
     if wanted is None:
         stored = {tensor.dtype for tensor in tensors.values()}
         wanted = stored.pop() if len(stored) == 1 else np.dtype(np.float32)

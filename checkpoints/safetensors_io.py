@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import mmap
 import struct
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -39,6 +40,8 @@ class StoredTensor:
       dtype: element type.
       shape: as stored.
       offset: first byte in the file.
+      reads_ahead: whether reading a byte may bring in what follows it; not where only parts of
+        the tensor are wanted.
     """
 
     name: str
@@ -46,6 +49,7 @@ class StoredTensor:
     dtype: np.dtype
     shape: tuple[int, ...]
     offset: int
+    reads_ahead: bool = True
 
     def read(self) -> np.ndarray:
         """Return the tensor as a read-only memory map.
@@ -53,7 +57,12 @@ class StoredTensor:
         Raises:
           OSError: the file cannot be opened.
         """
-        return np.memmap(self.path, self.dtype, mode="r", offset=self.offset, shape=self.shape)
+        offset, shape = self.offset, self.shape
+        tensor = np.memmap(self.path, self.dtype, mode="r", offset=offset, shape=shape)
+        if not self.reads_ahead and hasattr(mmap, "MADV_RANDOM"):
+            pages: Any = tensor
+            pages._mmap.madvise(mmap.MADV_RANDOM)
+        return tensor
 
 
 @dataclasses.dataclass(frozen=True)

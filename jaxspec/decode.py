@@ -45,6 +45,7 @@ from jaxspec.verify import verify
 from pallas_kernels.dispatch import Implementation
 
 GREEDY = SamplingMode()
+# Measured on one GPU; on several, with the model whole on each, not yet.
 # A GPU then runs the loop as one CUDA graph and does not ask the host after every step: XLA's own
 # list, with the two that make up a loop; XLA otherwise makes no graph of fewer than 5 operations.
 LOOP_OPTIONS = {

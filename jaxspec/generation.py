@@ -99,7 +99,8 @@ def stream(
         steps_per_chunk = _STEPS_PER_STOP_SEARCH
     if model.mesh is not None and model.mesh.is_multi_process:
         ids = [np.asarray(prompt).tolist() for prompt in prompts]
-        check_alike(model.config, ids, config, drafter, steps_per_chunk)
+        model_text = (model.config, str(model.dtype), dict(model.mesh.shape))
+        check_alike(model_text, ids, config, drafter, steps_per_chunk)
     return _stream(model, prompts, config, drafter, tokenizer, steps_per_chunk)
 
 

@@ -133,6 +133,7 @@ def add_product(
 
     Where devices share the model, x and weight are one device's part of the inner axis: this is
     the place of a layer where they talk, once after attention and once after the feed-forward part.
+    Their products are summed in the dtype of the residual stream, as each has been rounded to it.
     """
     norm_weight = next_norm.weight[...]
     is_shared = block.axis.size > 1

@@ -12,6 +12,7 @@ import dataclasses
 import functools
 import hashlib
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -41,6 +42,8 @@ SPECS: Mapping[str, P] = {
 }
 # Everything else has a leading axis of batch rows.
 ROWS = P(DATA)
+_MOST_PADDING = 0.02
+_ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 
 
 def make_mesh(
@@ -72,7 +75,7 @@ def make_mesh(
     }
     if idle:
         raise ValueError(
-            f"{what} has {needed} devices, which leaves {len(idle)} processes without one: "
+            f"{what} has {needed} devices, which leaves processes {sorted(idle)} without one: "
             f"expected all {len(devices)}"
         )
     grid = np.array(chosen).reshape(data, model)
@@ -85,14 +88,25 @@ def check_mesh(mesh: object) -> None:
         raise ValueError(f"mesh is a {type(mesh).__name__}, expected a jax.sharding.Mesh")
     if tuple(mesh.axis_names) != (DATA, MODEL):
         raise ValueError(f"mesh has axes {mesh.axis_names}, expected {(DATA, MODEL)}")
+    processes = {device.process_index for device in mesh.devices.flat}
+    if len(processes) > 1 and len(processes) < jax.process_count():
+        raise ValueError(
+            f"mesh has devices of {len(processes)} processes, expected one or all "
+            f"{jax.process_count()}"
+        )
+    if jax.process_index() not in processes:
+        raise ValueError(
+            f"mesh has no device of process {jax.process_index()}, expected some of each process "
+            "that uses it"
+        )
 
 
 def shard_config(config: Qwen3Config, num_shards: int) -> Qwen3Config:
     """Return the shape of the part of a model that one device of the `model` axis holds.
 
     Key-value heads fewer than devices are held by several of them, each with its share of the query
-    heads. The vocabulary is padded to a multiple of the devices, and stays one of 128 rows a
-    device where it is one.
+    heads. The vocabulary is padded to a multiple of the devices, of 128 ids each where it is one
+    of 128 ids and that is at most 2 % more.
 
     Args:
       config: the whole model.
@@ -116,8 +130,10 @@ def shard_config(config: Qwen3Config, num_shards: int) -> Qwen3Config:
             f"num_key_value_heads={kv_heads} and the mesh's model={num_shards}: neither is a "
             "multiple of the other"
         )
-    # The kernels' blocks of columns then are whole.
+    # The kernels' blocks of columns are whole where that takes little padding.
     unit = math.gcd(config.vocab_size, 128)
+    while unit > 1 and -config.vocab_size % (unit * num_shards) > _MOST_PADDING * config.vocab_size:
+        unit //= 2
     vocab_size = -(-config.vocab_size // (unit * num_shards)) * unit
     return dataclasses.replace(
         config,
@@ -189,9 +205,10 @@ def place(mesh: Mesh | None, value: np.ndarray, spec: P = ROWS) -> jax.Array:
 def check_alike(*values: object) -> None:
     """Raise a one-line ValueError unless all processes of the run have values of the same text.
 
-    Else they would wait for each other in different places.
+    Else they would wait for each other in different places. Addresses in the text do not count.
     """
-    digest = hashlib.sha256(repr(values).encode()).digest()
+    texts = [_ADDRESS.sub("", repr(value)) for value in values]
+    digest = hashlib.sha256(repr(texts).encode()).digest()
     everywhere = multihost_utils.process_allgather(np.frombuffer(digest, np.uint32))
     if len(np.unique(everywhere, axis=0)) > 1:
         raise ValueError(

@@ -90,7 +90,8 @@ def _measure(
     request = dataclasses.replace(
         request,
         prompt_length=start,
-        max_new_tokens=start * 0 + capacity,
+        # Rows that only pad the batch stay without a budget.
+        max_new_tokens=(request.max_new_tokens > 0).astype(jnp.int32) * capacity,
         eos_ids=request.eos_ids * 0 - 1,
     )
     steps_of = run_steps_of(model)
@@ -122,7 +123,8 @@ def _measure(
                     idle.append(seconds)
     best = times.min(axis=0)
     costs = best / best[0]
-    if jax.process_count() > 1:
+    mesh = whole_model(model).mesh
+    if mesh is not None and mesh.is_multi_process:
         # All processes have to choose alike.
         costs = multihost_utils.broadcast_one_to_all(costs.astype(np.float32))
     return tuple(np.asarray(costs, np.float64).tolist())

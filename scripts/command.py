@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import sys
 from collections.abc import Sequence
@@ -15,6 +16,11 @@ import jax
 EXIT_BAD_INPUT = 2
 EXIT_LOST_PROCESS = 3
 EXIT_INTERRUPTED = 130
+# What JAX says of a collective whose other side is gone.
+_LOST = re.compile(
+    r"unavailable|deadline|connection|connect |heartbeat|gloo|nccl|peer|socket|aborted",
+    re.IGNORECASE,
+)
 
 
 def run(command: click.Command, args: Sequence[str] | None = None) -> int:
@@ -43,6 +49,8 @@ def run(command: click.Command, args: Sequence[str] | None = None) -> int:
         # The reader left (`| head`), to which click's answer is SystemExit: nothing to report, and
         # nothing more can be written.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if is_distributed():
+            leave(0, at_once=True)  # the others are in the midst of it
         return 0
     except click.ClickException as error:
         message = error.format_message()
@@ -53,8 +61,10 @@ def run(command: click.Command, args: Sequence[str] | None = None) -> int:
     except MemoryError as error:
         message = str(error) or "out of memory on this machine"
     except jax.errors.JaxRuntimeError as error:
+        if os.environ.get("JAXSPEC_DEBUG"):
+            raise
         if "RESOURCE_EXHAUSTED" not in str(error):
-            if not is_distributed():
+            if not (is_distributed() and _LOST.search(str(error))):
                 raise
             reason = " ".join(str(error).split())[:200]
             print(f"error: lost another process of the run: {reason}", file=sys.stderr)
@@ -72,14 +82,14 @@ def run(command: click.Command, args: Sequence[str] | None = None) -> int:
     return EXIT_BAD_INPUT
 
 
-def leave(code: int) -> NoReturn:
+def leave(code: int, *, at_once: bool = False) -> NoReturn:
     """Leave Python with an exit code.
 
     After an interrupt at once: programs that still compile or run in other threads would crash
     Python while it shuts down. So too with other processes after an error: they are not there, or
     would be waited for.
     """
-    if code == EXIT_INTERRUPTED or (code > 1 and is_distributed()):
+    if at_once or code == EXIT_INTERRUPTED or (code > 1 and is_distributed()):
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
         os._exit(code)

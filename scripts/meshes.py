@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import sys
+import threading
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -68,8 +69,8 @@ def join_processes(flags: Mapping[str, Any]) -> None:
     To be called before anything else asks JAX for a device.
 
     Raises:
-      click.UsageError: the flags do not go together.
-      ConnectionError: the others did not come in time.
+      click.UsageError: the flags do not go together, or the others have other ones.
+      ConnectionError: the others cannot be joined. If they do not come in time, the process ends.
     """
     names = ("coordinator", "num_processes", "process_id")
     given = [name for name in names if flags[name] is not None]
@@ -91,6 +92,9 @@ def join_processes(flags: Mapping[str, Any]) -> None:
                 f"--num-processes {flags['num_processes']}"
             )
     _keep_output_apart()
+    alarm = threading.Timer(START_SECONDS - 2, _give_up)
+    alarm.daemon = True
+    alarm.start()
     try:
         jax.distributed.initialize(
             flags["coordinator"],
@@ -104,6 +108,23 @@ def join_processes(flags: Mapping[str, Any]) -> None:
         raise click.UsageError(f"--distributed: no other processes were found: {error}") from None
     except RuntimeError as error:
         raise ConnectionError(f"the processes of the run did not come together: {error}") from None
+    finally:
+        alarm.cancel()
+    shared = {name: value for name, value in flags.items() if name != "process_id"}
+    try:
+        sharding.check_alike(*sorted(shared.items()))
+    except ValueError as error:
+        raise click.UsageError(f"{error}: run one command, with its own --process-id") from None
+
+
+def _give_up() -> None:
+    """End a process that waits for others in vain: JAX would abort it with a stack of its own."""
+    print(
+        f"error: the processes of the run did not come together within {START_SECONDS} seconds",
+        file=sys.stderr,
+        flush=True,
+    )
+    os._exit(2)
 
 
 def _keep_output_apart() -> None:

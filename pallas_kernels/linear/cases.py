@@ -118,4 +118,10 @@ CASES = (
         for op, name, inner, columns, transposed in _PARTS
         for rows in (8, 64)
     ),
+    # The most rows that there are tilings for, wide and narrow.
+    *(
+        Case(op, f"{name}_128rows", 128, inner, columns, is_benchmark=True)
+        for op, name, inner, columns, transposed in (*_QWEN3_8B, *_PARTS)
+        if not transposed
+    ),
 )

@@ -59,7 +59,8 @@ TILINGS = {
     },
 }
 # Gate and up with fewer columns than this, as small models and one device's part of a model have.
-NARROW_COLUMNS, NARROW_SWIGLU = 64 * 128, Tiling(64, 128, 4, 4, 64)
+NARROW_COLUMNS = 64 * 128
+NARROW_SWIGLU = {64: Tiling(64, 128, 4, 4, 64), 128: Tiling(64, 128, 4, 3, 64)}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -251,9 +252,9 @@ def _block(size: int, most: int) -> int:
 
 def _tiling(kind: str, num_rows: int, num_columns: int) -> Tiling:
     """Return the tiling of a product."""
-    if kind == "swiglu" and num_columns < NARROW_COLUMNS:
-        return NARROW_SWIGLU
-    return next(tiling for most, tiling in TILINGS[kind].items() if num_rows <= most)
+    is_narrow = kind == "swiglu" and num_columns < NARROW_COLUMNS
+    tilings = NARROW_SWIGLU if is_narrow else TILINGS[kind]
+    return next(tiling for most, tiling in tilings.items() if num_rows <= most)
 
 
 def _num_splits(num_blocks: int, num_steps: int, num_programs: int) -> int:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
+import mmap
 import os
 import socket
 import subprocess
@@ -234,3 +236,32 @@ def test_several_processes_each_copy_their_own_parts(stored, tmp_path, size, is_
             "the model is spread over devices of several processes: load it in one to save it"
         )
     assert not (tmp_path / "out").exists()
+
+
+def resident_share(path) -> float:
+    """Return how much of a file is in memory, of its pages."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    size, page = path.stat().st_size, mmap.PAGESIZE
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY) as pages:
+        flags = (ctypes.c_ubyte * -(-size // page))()
+        start = ctypes.addressof(ctypes.c_char.from_buffer(pages))
+        assert libc.mincore(ctypes.c_void_p(start), ctypes.c_size_t(size), flags) == 0
+        return sum(flag & 1 for flag in flags) / len(flags)
+
+
+@pytest.mark.skipif(not hasattr(mmap, "MADV_RANDOM"), reason="the system reads ahead as it likes")
+@pytest.mark.parametrize("reads_ahead", [False, True])
+def test_a_part_of_every_row_reads_its_own_pages(tmp_path, reads_ahead):
+    """An eighth of the columns: a page of the six of each row, and not what follows it."""
+    path, shape = tmp_path / "tensor", (2048, 12288)
+    path.write_bytes(bytes(2 * shape[0] * shape[1]))
+    with path.open("rb+") as file:
+        os.fsync(file.fileno())
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    if resident_share(path) > 0.05:
+        pytest.skip("this file system keeps its files in memory")
+    tensor = StoredTensor("x", path, np.dtype(np.float16), shape, 0, reads_ahead)
+    part = np.ascontiguousarray(tensor.read()[:, 2048:3584])
+    assert part.shape == (2048, 1536)
+    share = resident_share(path)
+    assert share > 0.9 if reads_ahead else share < 0.2

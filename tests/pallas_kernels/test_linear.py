@@ -155,6 +155,17 @@ def test_a_row_has_the_same_bits_on_a_gpu(case):
     check_row_bits(case, "triton", (1, 8, 16))
 
 
+def test_tilings_fit_into_shared_memory():
+    """All steps in flight, in bfloat16: a GPU's compiler refuses more than a program has."""
+    tables = {"narrow swiglu": triton.NARROW_SWIGLU, **triton.TILINGS}
+    for name, tilings in tables.items():
+        for most, tiling in tilings.items():
+            halves = 2 if "swiglu" in name else 1
+            columns = halves * tiling.block_n + most
+            num_bytes = columns * tiling.block_k * 2 * tiling.num_stages
+            assert num_bytes <= 232448, (name, most)
+
+
 @by_name(
     argvalues=[
         Case("linear_residual", "split", 5, 128, 96),

@@ -273,9 +273,9 @@ def test_one_devices_part_of_a_model(run):
     assert (code, err) == (0, "")
     whole, part = of(rows, "step")
     assert (whole["part_of"], part["part_of"]) == (1, 4)
-    # Two kv heads on four devices: each is held by two. Ids are 128 of 320, in 64s.
+    # Two kv heads on four devices: each is held by two.
     layer = 48 * (1 + 2) * 16 + 16 * 48 + 3 * 48 * 24 + 2 * 48 + 2 * 16
-    assert part["weight_bytes"] == 4 * (2 * layer + 128 * 48 + 48)
+    assert part["weight_bytes"] == 4 * (2 * layer + 80 * 48 + 48)
     assert part["kv_bytes"] * 2 == whole["kv_bytes"]
     assert "part of" in out
 
