@@ -105,9 +105,9 @@ def check_statistics(result, drafter):
 def test_the_record_is_what_single_steps_show(drafter, batch_size, monkeypatch):
     expected, counts, to_host = plain(batch_size).token_ids, [], generation.to_host
 
-    def spy(state, *more):
+    def spy(state, *more, **options):
         counts.append(np.asarray(state.num_steps))
-        return to_host(state, *more)
+        return to_host(state, *more, **options)
 
     monkeypatch.setattr(generation, "to_host", spy)
     chunks = list(stream(model(), prompts(batch_size), CONFIG, drafter, steps_per_chunk=1))

@@ -230,7 +230,7 @@ def test_parts_cover_the_model_and_nothing_twice(heads, kv_heads, inner, vocab, 
 def test_released_vocabularies_stay_multiples_of_128():
     config = dataclasses.replace(CONFIG, vocab_size=151936, num_attention_heads=64)
     config = dataclasses.replace(config, intermediate_size=1024)
-    for shards in (1, 2, 4, 8, 16, 32):
+    for shards in (1, 2, 4, 8, 16):
         assert shard_config(config, shards).vocab_size % 128 == 0
 
 
