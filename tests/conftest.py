@@ -3,7 +3,13 @@
 import importlib.util
 import os
 
-os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
+# Eight devices on two cores may wait for each other for long: XLA would abort after 40 seconds.
+os.environ.setdefault(
+    "XLA_FLAGS",
+    "--xla_force_host_platform_device_count=8 "
+    "--xla_cpu_collective_call_warn_stuck_timeout_seconds=120 "
+    "--xla_cpu_collective_call_terminate_timeout_seconds=600",
+)
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import jax
