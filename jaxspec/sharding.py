@@ -25,6 +25,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array
 
 from jaxspec.config import Qwen3Config
+from jaxspec.layout import check_count
 
 DATA, MODEL = "data", "model"
 # The one table of partition specs, by the name of a parameter, or of a field of state and request.
@@ -64,8 +65,7 @@ def make_mesh(
     """
     devices = jax.devices() if devices is None else list(devices)
     for name, size in ((DATA, data), (MODEL, model)):
-        if size < 1:
-            raise ValueError(f"mesh {name}={size} is not at least 1")
+        check_count(f"mesh {name}", size, 1)
     needed, what = data * model, f"mesh data={data}, model={model}"
     if needed > len(devices):
         raise ValueError(f"{what} needs {needed} devices, but there are {len(devices)}")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import re
+import signal
+import socket
 import sys
 import threading
 from collections.abc import Callable, Mapping
@@ -77,7 +79,8 @@ def join_processes(flags: Mapping[str, Any]) -> None:
     if not given and not flags["distributed"]:
         return
     if given and flags["distributed"]:
-        raise click.UsageError("--distributed and --coordinator contradict each other")
+        flag = given[0].replace("_", "-")
+        raise click.UsageError(f"--distributed and --{flag} contradict each other")
     if given and len(given) < len(names):
         missing = ", ".join("--" + name.replace("_", "-") for name in names if name not in given)
         raise click.UsageError(f"--{given[0].replace('_', '-')} needs {missing} too")
@@ -91,10 +94,15 @@ def join_processes(flags: Mapping[str, Any]) -> None:
                 f"--process-id {flags['process_id']}: expected less than "
                 f"--num-processes {flags['num_processes']}"
             )
+        _check_address(address.rpartition(":")[0], int(port[1]), flags["process_id"])
     _keep_output_apart()
+    # Else JAX catches SIGTERM, by which schedulers end a process.
+    jax.config.update("jax_enable_preemption_service", False)
     alarm = threading.Timer(START_SECONDS - 2, _give_up)
     alarm.daemon = True
     alarm.start()
+    # JAX waits where Python does not hear of an interrupt.
+    handler = signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:
         jax.distributed.initialize(
             flags["coordinator"],
@@ -109,12 +117,26 @@ def join_processes(flags: Mapping[str, Any]) -> None:
     except RuntimeError as error:
         raise ConnectionError(f"the processes of the run did not come together: {error}") from None
     finally:
+        signal.signal(signal.SIGINT, handler)
         alarm.cancel()
     shared = {name: value for name, value in flags.items() if name != "process_id"}
     try:
         sharding.check_alike(*sorted(shared.items()))
     except ValueError as error:
         raise click.UsageError(f"{error}: run one command, with its own --process-id") from None
+
+
+def _check_address(host: str, port: int, process_id: int) -> None:
+    """Refuse an address that cannot be: JAX would wait for it, or crash on a port in use."""
+    try:
+        if process_id > 0:
+            socket.getaddrinfo(host.strip("[]"), port)
+            return
+        with socket.socket() as listener:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind(("", port))
+    except OSError as error:
+        raise click.UsageError(f"--coordinator {host}:{port}: {error.strerror}") from None
 
 
 def _give_up() -> None:

@@ -284,7 +284,7 @@ def test_what_a_mesh_has_to_be():
 def test_a_spread_model_runs_inside_over_mesh_only():
     shared, tokens = spread_model(2, 4), jax.numpy.ones((2, 3), jax.numpy.int32)
     layout, cached = BlockLayout.linear(3), jax.numpy.zeros((2,), jax.numpy.int32)
-    with pytest.raises(ValueError, match="call it inside over_mesh"):
+    with pytest.raises(ValueError, match="call it inside jaxspec.placement.over_mesh"):
         shared(tokens, cached, None, layout)
     spec = jax.sharding.PartitionSpec
     run = over_mesh(

@@ -163,6 +163,34 @@ def test_a_process_that_stays_alone_gives_up(index):
     assert "did not come together within 8 seconds" in err
 
 
+def test_a_port_in_use_is_refused():
+    with socket.socket() as listener:
+        listener.bind(("", 0))
+        listener.listen()
+        address = f"127.0.0.1:{listener.getsockname()[1]}"
+        args = ("--coordinator", address, "--num-processes", "2", "--process-id", "0")
+        ((code, out, err),) = finish([start(*args, num_devices=2)])
+    assert code == 2 and out == "" and f"--coordinator {address}: Address already in use" in err
+
+
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM])
+def test_a_process_that_waits_for_others_can_be_ended(how):
+    args = ("--coordinator", f"127.0.0.1:{free_port()}", "--num-processes", "2")
+    process = start(*args, "--process-id", "0", "--tp", "2", num_devices=2)
+    time.sleep(8)
+    process.send_signal(how)
+    ((code, out, _),) = finish([process], timeout=20)
+    assert code == -how and out == ""
+
+
+def test_a_run_can_be_terminated():
+    processes = start_two("--mesh", "model=8", "--max-new-tokens", "3500", "--ignore-eos")
+    assert processes[0].stdout.read(1)
+    processes[0].terminate()
+    ((code, _, _), _) = finish(processes, timeout=STATED_SECONDS)
+    assert code == -signal.SIGTERM
+
+
 def test_a_reader_that_leaves_ends_the_run():
     processes = start_two("--mesh", "model=8", "--max-new-tokens", "3500", "--ignore-eos")
     assert processes[0].stdout.read(1)
@@ -210,7 +238,11 @@ def test_a_mesh_that_does_not_fit_the_processes(args, message):
             ("--coordinator", "a:1", "--num-processes", "2", "--process-id", "2"),
             "--process-id 2: expected less than --num-processes 2",
         ),
-        (("--distributed", "--process-id", "1"), "--distributed and --coordinator contradict"),
+        (("--distributed", "--process-id", "1"), "--distributed and --process-id contradict"),
+        (
+            ("--coordinator", "nowhere.invalid:80", "--num-processes", "2", "--process-id", "1"),
+            "--coordinator nowhere.invalid:80: ",
+        ),
         (("--distributed",), "--distributed: no other processes were found"),
         (("--mesh", "data=2,model=2,data=1"), "expected data=N,model=M, got 'data=1'"),
         (("--mesh", "rows=2"), "expected data=N,model=M, got 'rows=2'"),
