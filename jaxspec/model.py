@@ -340,7 +340,9 @@ class Qwen3(nnx.Module):
     ) -> tuple[PreNorm, KVCache]:
         """Return the last layer's output, one row per token of the block, and the block's K/V."""
         if self.mesh is not None:
-            raise ValueError("the model is spread over a mesh: call it inside jaxspec.placement.over_mesh")
+            raise ValueError(
+                "the model is spread over a mesh: call it inside jaxspec.placement.over_mesh"
+            )
         x = self._embed(block_tokens)
         positions = num_cached[:, None] + jnp.asarray(layout.depth, jnp.int32)[None]
         cos, sin = rope_tables(self.config, positions, x.dtype)
