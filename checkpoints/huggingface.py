@@ -24,7 +24,14 @@ from checkpoints.shards import write_weights
 from checkpoints.store import open_tensors
 from jaxspec.config import Qwen3Config
 from jaxspec.model import Qwen3
-from jaxspec.sharding import check_mesh, from_parts, model_size, shard_config, shard_ranges
+from jaxspec.sharding import (
+    check_mesh,
+    from_parts,
+    model_size,
+    shard_config,
+    shard_ranges,
+    spans_processes,
+)
 
 
 def load_model(
@@ -75,7 +82,7 @@ def load_weights(
         raise ValueError(f"{directory / CONFIG_FILE}: {error}") from None
     tensors = open_tensors(directory)
     check_tensors(directory, tensors, config)
-    if mesh is not None and mesh.is_multi_process:
+    if spans_processes(mesh):
         # Other processes read the rest.
         tensors = {
             name: dataclasses.replace(tensor, reads_ahead=False) for name, tensor in tensors.items()

@@ -23,7 +23,7 @@ from jaxspec.config import Qwen3Config
 from jaxspec.drafters import Auto, Drafter, Outcome, Proposal
 from jaxspec.layout import BlockLayout
 from jaxspec.model import Qwen3
-from jaxspec.placement import FlatModel, over_mesh, whole_model
+from jaxspec.placement import FlatModel, over_mesh
 from jaxspec.record import emitted_logits, step_record
 from jaxspec.sampling import (
     SamplingMode,
@@ -45,9 +45,9 @@ from jaxspec.verify import verify
 from pallas_kernels.dispatch import Implementation
 
 GREEDY = SamplingMode()
-# Measured on one GPU; on several, with the model whole on each, not yet.
 # A GPU then runs the loop as one CUDA graph and does not ask the host after every step: XLA's own
 # list, with the two that make up a loop; XLA otherwise makes no graph of fewer than 5 operations.
+# Measured on one GPU; not yet on several that have a whole model each.
 LOOP_OPTIONS = {
     "xla_gpu_enable_command_buffer": "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,"
     "DYNAMIC_SLICE_FUSION,WHILE,CONDITIONAL",
@@ -328,7 +328,7 @@ _run_shared_steps = _jit_loop(_loop)
 
 def run_steps_of(model: Qwen3 | FlatModel) -> Any:
     """Return `run_steps` as it is compiled for a model and its mesh."""
-    return run_steps if model_size(whole_model(model).mesh) == 1 else _run_shared_steps
+    return run_steps if model_size(model.mesh) == 1 else _run_shared_steps
 
 
 def _run_steps(

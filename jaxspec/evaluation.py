@@ -250,7 +250,7 @@ def _difference(runner: Runner, index: int, ids: list[int], reference: list[int]
         return {"equal": True, "first_difference": None, "gap_at_difference": None}
     text = [*runner.prompts[index], *reference]
     gap = top2_gap(
-        runner.model, text, len(runner.prompts[index]) + position, capacity=runner.capacity
+        runner.whole, text, len(runner.prompts[index]) + position, capacity=runner.capacity
     )
     return {"equal": False, "first_difference": position, "gap_at_difference": gap}
 

@@ -28,7 +28,7 @@ from jaxspec.request import (
     sampling_mode,
 )
 from jaxspec.result import Generation, to_host
-from jaxspec.sharding import check_alike
+from jaxspec.sharding import check_alike, spans_processes
 from jaxspec.state import FINISHED_BY_STOP, DecodeState, init_state
 from jaxspec.step_costs import with_step_costs
 from jaxspec.text import StopSearch
@@ -97,10 +97,10 @@ def stream(
         raise ValueError("stop_strings need a tokenizer to look for them with")
     if config.stop_strings and steps_per_chunk is None:
         steps_per_chunk = _STEPS_PER_STOP_SEARCH
-    if model.mesh is not None and model.mesh.is_multi_process:
+    if spans_processes(model.mesh):
         ids = [np.asarray(prompt).tolist() for prompt in prompts]
-        model_text = (model.config, str(model.dtype), dict(model.mesh.shape))
-        check_alike(model_text, ids, config, drafter, steps_per_chunk)
+        target = (model.config, str(model.dtype), str(model.mesh))
+        check_alike(target, ids, config, drafter, steps_per_chunk)
     return _stream(model, prompts, config, drafter, tokenizer, steps_per_chunk)
 
 

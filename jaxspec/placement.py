@@ -35,26 +35,29 @@ class FlatModel:
     Attributes:
       arrays: the model's parameters.
       structure: what they belong to.
+      mesh: the devices that the model is spread over, None = one.
     """
 
     # Any: JAX puts whatever stands for an array in its place.
     arrays: tuple[Any, ...]
     structure: jax.tree_util.PyTreeDef
+    # Any: a Mesh, or an AbstractMesh where a program is lowered for devices that are not there.
+    mesh: Any
 
     @classmethod
     def of(cls, model: Qwen3) -> FlatModel:
         """List a model's arrays."""
         arrays, structure = jax.tree.flatten(model)
-        return cls(tuple(arrays), structure)
+        return cls(tuple(arrays), structure, model.mesh)
 
-    def tree_flatten(self) -> tuple[tuple[Any, ...], jax.tree_util.PyTreeDef]:
-        """Return arrays and structure, for JAX."""
-        return self.arrays, self.structure
+    def tree_flatten(self) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+        """Return the arrays, and what is known while tracing, for JAX."""
+        return self.arrays, (self.structure, self.mesh)
 
     @classmethod
-    def tree_unflatten(cls, structure: jax.tree_util.PyTreeDef, arrays: Sequence[Any]) -> FlatModel:
+    def tree_unflatten(cls, known: tuple[Any, ...], arrays: Sequence[Any]) -> FlatModel:
         """Put arrays and structure together, for JAX."""
-        return cls(tuple(arrays), structure)
+        return cls(tuple(arrays), *known)
 
 
 def whole_model(model: Qwen3 | FlatModel) -> Qwen3:

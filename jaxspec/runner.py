@@ -45,6 +45,7 @@ class Runner:
       model: the target model.
       prompts: token ids of each prompt.
       config: what to generate; None = the defaults.
+      whole: the model on one device, for what is computed of finished texts; None = `model`.
 
     Raises:
       ValueError: a prompt is empty, holds an id outside the vocabulary, or does not fit; or the
@@ -52,9 +53,14 @@ class Runner:
     """
 
     def __init__(
-        self, model: Qwen3, prompts: Sequence[Sequence[int]], config: GenerateConfig | None = None
+        self,
+        model: Qwen3,
+        prompts: Sequence[Sequence[int]],
+        config: GenerateConfig | None = None,
+        *,
+        whole: Qwen3 | None = None,
     ) -> None:
-        self.model, self.prompts = model, prompts
+        self.model, self.prompts, self.whole = model, prompts, whole or model
         self._flat = FlatModel.of(model)
         self.config = config or GenerateConfig()
         check_prompts(prompts, model.config, self.config)

@@ -105,8 +105,7 @@ def shard_config(config: Qwen3Config, num_shards: int) -> Qwen3Config:
     """Return the shape of the part of a model that one device of the `model` axis holds.
 
     Key-value heads fewer than devices are held by several of them, each with its share of the query
-    heads. The vocabulary is padded to a multiple of the devices, of 128 ids each where it is one
-    of 128 ids and that is at most 2 % more.
+    heads. The vocabulary is padded, see `vocab_part`.
 
     Args:
       config: the whole model.
@@ -130,19 +129,26 @@ def shard_config(config: Qwen3Config, num_shards: int) -> Qwen3Config:
             f"num_key_value_heads={kv_heads} and the mesh's model={num_shards}: neither is a "
             "multiple of the other"
         )
-    # The kernels' blocks of columns are whole where that takes little padding.
-    unit = math.gcd(config.vocab_size, 128)
-    while unit > 1 and -config.vocab_size % (unit * num_shards) > _MOST_PADDING * config.vocab_size:
-        unit //= 2
-    vocab_size = -(-config.vocab_size // (unit * num_shards)) * unit
     return dataclasses.replace(
         config,
         **sizes,
         num_key_value_heads=max(kv_heads // num_shards, 1),
-        vocab_size=vocab_size,
+        vocab_size=vocab_part(config.vocab_size, num_shards),
         eos_token_ids=(),
         num_valid_tokens=None,
     )
+
+
+def vocab_part(vocab_size: int, num_shards: int) -> int:
+    """Return the ids of one device, padding included.
+
+    Of 128 ids a device, the kernels' blocks of columns are whole; or of 64, 32 and so on, where
+    the padding would be more than 2 %.
+    """
+    unit = math.gcd(vocab_size, 128)
+    while unit > 1 and -vocab_size % (unit * num_shards) > _MOST_PADDING * vocab_size:
+        unit //= 2
+    return -(-vocab_size // (unit * num_shards)) * unit
 
 
 def shard_ranges(config: Qwen3Config, num_shards: int, index: int) -> dict[str, slice]:
@@ -295,6 +301,11 @@ ONE_DEVICE = ModelAxis()
 def model_size(mesh: Mesh | AbstractMesh | None) -> int:
     """Return the devices that share a model."""
     return 1 if mesh is None else mesh.shape[MODEL]
+
+
+def spans_processes(mesh: Mesh | None) -> bool:
+    """Return whether several processes have devices of a mesh."""
+    return mesh is not None and mesh.is_multi_process
 
 
 def data_size(mesh: Mesh | None) -> int:

@@ -14,9 +14,9 @@ from jax.experimental import multihost_utils
 
 from jaxspec.decode import run_steps_of
 from jaxspec.drafters import Auto, Drafter
-from jaxspec.placement import FlatModel, whole_model
+from jaxspec.placement import FlatModel
 from jaxspec.sampling import SamplingMode
-from jaxspec.sharding import SPECS, fetch, place
+from jaxspec.sharding import SPECS, fetch, place, spans_processes
 from jaxspec.state import Request, init_state
 
 _NUM_STEPS, _NUM_RUNS = 4, 2
@@ -69,8 +69,7 @@ def with_step_costs(
 
 
 def _with_costs(request: Request, costs: Sequence[float], model: FlatModel) -> Request:
-    mesh = whole_model(model).mesh
-    placed = place(mesh, np.asarray(costs, np.float32), SPECS["step_costs"])
+    placed = place(model.mesh, np.asarray(costs, np.float32), SPECS["step_costs"])
     return dataclasses.replace(request, step_costs=placed)
 
 
@@ -123,8 +122,7 @@ def _measure(
                     idle.append(seconds)
     best = times.min(axis=0)
     costs = best / best[0]
-    mesh = whole_model(model).mesh
-    if mesh is not None and mesh.is_multi_process:
+    if spans_processes(model.mesh):
         # All processes have to choose alike.
         costs = multihost_utils.broadcast_one_to_all(costs.astype(np.float32))
     return tuple(np.asarray(costs, np.float64).tolist())

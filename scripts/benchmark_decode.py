@@ -19,9 +19,9 @@ from reporting import machine, mesh_sizes, report
 from rich.table import Table
 
 import checkpoints
-from jaxspec import Auto, Drafter, GenerateConfig, Qwen3, drafters, evaluation, text, tuning
+from jaxspec import Auto, Drafter, GenerateConfig, drafters, evaluation, text, tuning
 from jaxspec.evaluation import Prompt, Row
-from jaxspec.runner import Run, Runner
+from jaxspec.runner import Runner
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"], "show_default": True})
@@ -67,11 +67,8 @@ def decode(**flags: Any) -> None:
     model, tokenizer = checkpoints.load(path, dtype=dtype)
     config = GenerateConfig(max_new_tokens=flags["max_new_tokens"])
     encoded = [text.encode(tokenizer, prompt.text) for prompt in prompts]
-    if mesh is None:
-        runner = Runner(model, encoded, config)
-    else:
-        spread, _ = checkpoints.load(path, mesh=mesh, dtype=dtype)
-        runner = SpreadRunner(spread, model, encoded, config)
+    spread = model if mesh is None else checkpoints.load(path, mesh=mesh, dtype=dtype)[0]
+    runner = Runner(spread, encoded, config, whole=model)
     where = machine() | {
         "mesh": mesh_sizes(mesh),
         "model": Path(path).resolve().name,
@@ -86,33 +83,6 @@ def decode(**flags: Any) -> None:
         say=lambda row: report(row | where, flags["out"]),
         is_over=lambda: limit is not None and time.monotonic() - started > limit,
     ).run(flags, title=" · ".join(str(where[key]) for key in ("model", "dtype", "device")))
-
-
-class SpreadRunner(Runner):
-    """Decodes on a mesh; its `model` is a copy on one device, which the evaluation of texts needs.
-
-    Args:
-      spread: the model on the mesh.
-      whole: the same model on one device.
-      prompts: token ids of each prompt.
-      config: what to generate.
-    """
-
-    def __init__(
-        self,
-        spread: Qwen3,
-        whole: Qwen3,
-        prompts: Sequence[Sequence[int]],
-        config: GenerateConfig,
-    ) -> None:
-        # No super().__init__: it would cache the prompts of the copy.
-        self._runner = Runner(spread, prompts, config)
-        self.model, self.prompts, self.config = whole, prompts, config
-        self.capacity = self._runner.capacity
-
-    def run(self, index: int, drafter: Drafter | Auto, **options: Any) -> Run:
-        """Decode one prompt on the mesh; arguments are those of `Runner.run`."""
-        return self._runner.run(index, drafter, **options)
 
 
 # The fields that a mode's flag sets, in order.
@@ -187,7 +157,7 @@ class Benchmark:
 
     def measure_prompts(self, repeats: int) -> None:
         """Measure each prompt with every drafter."""
-        wide = evaluation.as_float32(self.runner.model)
+        wide = evaluation.as_float32(self.runner.whole)
         for index, prompt in enumerate(self.prompts):
             if self.is_over():
                 return

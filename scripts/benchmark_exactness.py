@@ -28,7 +28,7 @@ from reporting import machine, mesh_sizes, report
 from rich.table import Table
 
 import checkpoints
-from jaxspec import Drafter, GenerateConfig, NoDraft, Qwen3, drafters, evaluation, text
+from jaxspec import Drafter, GenerateConfig, NoDraft, drafters, evaluation, text
 from jaxspec.runner import Run, Runner
 from jaxspec.stats import first_different_index
 
@@ -107,6 +107,7 @@ def exactness(**flags: Any) -> int:
             model,
             ids,
             GenerateConfig(max_new_tokens=flags["max_new_tokens"], kernels=kernels),
+            whole=whole,
         )
         for kernels in flags["kernels"]
         for is_spread, model in models.items()
@@ -121,7 +122,7 @@ def exactness(**flags: Any) -> int:
         if limit is not None and time.monotonic() - started > limit:
             click.echo(f"PARTIAL: the time limit was reached after {index} of {len(prompts)}")
             break
-        for row in compare(runners, whole, index, compared):
+        for row in compare(runners, index, compared):
             rows.append({"measure": "exactness", "id": prompt.id, "file": prompt.file} | row)
             report(rows[-1] | where, flags["out"])
     totals = summarize(rows, compared)
@@ -186,7 +187,6 @@ def mesh_comparisons(compared: Sequence[Comparison], *, is_float32: bool) -> lis
 
 def compare(
     runners: dict[tuple[str | None, bool], Runner],
-    whole: Qwen3,
     index: int,
     compared: Sequence[Comparison],
 ) -> Iterator[Row]:
@@ -194,7 +194,6 @@ def compare(
 
     Args:
       runners: by kernels and whether they are on the mesh.
-      whole: the model on one device.
       index: of the prompt.
       compared: what to compare.
     """
@@ -225,13 +224,12 @@ def compare(
             "gap": None,
         }
         if position is not None:
-            row |= _difference(runner, whole, index, position, left.token_ids, right.token_ids)
+            row |= _difference(runner, index, position, left.token_ids, right.token_ids)
         yield row
 
 
 def _difference(
     runner: Runner,
-    whole: Qwen3,
     index: int,
     position: int,
     left: Sequence[int],
@@ -240,7 +238,7 @@ def _difference(
     """Return the two ids at a difference, and the gap of the two best logits there."""
     prompt = runner.prompts[index]
     gap = evaluation.top2_gap(
-        whole, [*prompt, *right], len(prompt) + position, capacity=runner.capacity
+        runner.whole, [*prompt, *right], len(prompt) + position, capacity=runner.capacity
     )
     ids = {"token_id": _at(left, position), "reference_token_id": _at(right, position)}
     return ids | {"gap": gap}

@@ -131,6 +131,13 @@ def step(**flags: Any) -> int:
                 raise click.UsageError(f"{flag} is of one device: leave out --mesh, --tp and --dp")
         if flags["part_of"] != (1,):
             raise click.UsageError("--part-of is of one device: leave out --mesh, --tp and --dp")
+    mesh = meshes.make_mesh(flags)
+    for shape in flags["shapes"]:
+        for num_shards in (model_size(mesh), *flags["part_of"]):
+            try:
+                shard_config(config_of(shape), num_shards)
+            except ValueError as error:
+                raise click.UsageError(f"--shape {shape}: {error}") from None
     if flags["has_peers"]:
         for name in ("torch", "transformers"):
             if importlib.util.find_spec(name) is None:
@@ -141,7 +148,7 @@ def step(**flags: Any) -> int:
         command.enable_compilation_cache()
     elif jax.config.jax_compilation_cache_dir is not None:
         jax.config.update("jax_enable_compilation_cache", False)
-    return StepBenchmark(flags, meshes.make_mesh(flags)).run()
+    return StepBenchmark(flags, mesh).run()
 
 
 class StepBenchmark:

@@ -11,15 +11,14 @@ import device_time
 import jax
 import numpy as np
 from shapes import product_operations
-from step_bench import Bench
+from step_bench import Bench, count
 from step_measures import profile_row
 
 from jaxspec import GenerateConfig, NoDraft, Qwen3
 from jaxspec.decode import prefill, run_steps_of
 from jaxspec.placement import FlatModel
 from jaxspec.request import make_request, prefill_chunks
-from jaxspec.sharding import place
-from jaxspec.state import SCALAR, Request, init_state
+from jaxspec.state import Request, init_state
 
 Row = dict[str, Any]
 
@@ -60,10 +59,6 @@ def _random_prompt(
     return tokens, request, chunk_size, num_chunks
 
 
-def _count(model: Qwen3, number: int) -> jax.Array:
-    return jax.block_until_ready(place(model.mesh, np.asarray(number, np.int32), SCALAR))
-
-
 def profile_prefill(model: Qwen3, *, prompt_tokens: int, kernels: str | None) -> Row:
     """Return what the prefill of a random prompt costs the device, and its 40 dearest kernels.
 
@@ -74,8 +69,8 @@ def profile_prefill(model: Qwen3, *, prompt_tokens: int, kernels: str | None) ->
     flat = FlatModel.of(model)
     state = init_state(flat, tokens, request, drafter=NoDraft())
     fill = functools.partial(prefill, chunk_size=chunk_size, kernels=kernels)
-    state = jax.block_until_ready(fill(flat, state, _count(model, 0)))
-    chunks = _count(model, num_chunks)
+    state = jax.block_until_ready(fill(flat, state, count(model.mesh, 0)))
+    chunks = count(model.mesh, num_chunks)
     with device_time.trace() as found:
         jax.block_until_ready(fill(flat, state, chunks))
     chunked = {"prompt_tokens": prompt_tokens, "chunk_size": chunk_size}
@@ -96,7 +91,7 @@ def measure_first_token(
     total, filling = [], []
     for _ in range(num_runs + 1):
         state = init_state(flat, tokens, request, drafter=NoDraft())
-        chunks, one = _count(model, num_chunks), _count(model, 1)
+        chunks, one = count(model.mesh, num_chunks), count(model.mesh, 1)
         state = jax.block_until_ready(state)
         started = time.perf_counter()
         state = fill(flat, state, chunks)

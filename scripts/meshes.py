@@ -119,7 +119,9 @@ def join_processes(flags: Mapping[str, Any]) -> None:
     finally:
         signal.signal(signal.SIGINT, handler)
         alarm.cancel()
-    shared = {name: value for name, value in flags.items() if name != "process_id"}
+    # Hosts may know process 0 by different names.
+    own = ("process_id", "coordinator")
+    shared = {name: value for name, value in flags.items() if name not in own}
     try:
         sharding.check_alike(*sorted(shared.items()))
     except ValueError as error:

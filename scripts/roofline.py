@@ -14,6 +14,8 @@ from collections.abc import Callable
 
 from roofline_figures import H200, MEASURED, Hardware, Shape
 
+from jaxspec.sharding import vocab_part
+
 GPUS_PER_HOST = 8
 # Rows up to which products are by pallas_kernels, and attention is one launch.
 MAX_ROWS, MAX_LAUNCH_ROWS = 128, 16
@@ -82,9 +84,8 @@ class Setting:
 
     @property
     def vocab(self) -> int:
-        """Return the columns of one device's head: whole blocks of 128 where the model's are."""
-        unit = math.gcd(self.shape.vocab, 128)
-        return math.ceil(self.shape.vocab / (unit * self.tp)) * unit
+        """Return the columns of one device's head, padding included."""
+        return vocab_part(self.shape.vocab, self.tp)
 
 
 @dataclasses.dataclass(frozen=True)

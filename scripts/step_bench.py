@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from shapes import random_array
 
@@ -44,6 +44,11 @@ class Program:
     run: Callable[[FlatModel, DecodeState, Request, jax.Array], DecodeState]
     lower_seconds: float
     compile_seconds: float
+
+
+def count(mesh: Mesh | None, number: int) -> jax.Array:
+    """Return a number of steps or chunks, where the loop of a mesh wants it."""
+    return jax.block_until_ready(place(mesh, np.asarray(number, np.int32), SCALAR))
 
 
 class Bench:
@@ -87,7 +92,7 @@ class Bench:
 
     def count(self, number: int) -> jax.Array:
         """Return a number of steps or chunks, where the loop wants it."""
-        return jax.block_until_ready(place(self.mesh, np.asarray(number, np.int32), SCALAR))
+        return count(self.mesh, number)
 
     def compile(
         self, drafter: Drafter | Auto, kernels: str | None, config: GenerateConfig | None = None

@@ -142,7 +142,7 @@ def test_out_of_memory_on_one_device(stored, monkeypatch):
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads /proc")
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-@pytest.mark.parametrize("num", [2, 8])
+@pytest.mark.parametrize("num", [1, 2, 8])
 def test_loading_needs_little_memory_beyond_the_weights(tmp_path, dtype, num):
     config = Qwen3Config(32768, 512, 2048, 4, 8, 4, 64, 1e-6, 1e4, 256)
     path = write_checkpoint(tmp_path / "model", config, max_shard_bytes=40_000_000)
@@ -159,7 +159,7 @@ def test_loading_needs_little_memory_beyond_the_weights(tmp_path, dtype, num):
                 line = next(line for line in file if line.startswith("RssAnon"))
             return int(line.split()[1]) * 1024
 
-        mesh = make_mesh(1, int(sys.argv[3]))
+        mesh = make_mesh(1, len(jax.devices())) if len(jax.devices()) > 1 else None
         for device in jax.devices():
             jax.block_until_ready(jax.device_put(1.0, device))
         start = peak = anonymous()
@@ -176,7 +176,7 @@ def test_loading_needs_little_memory_beyond_the_weights(tmp_path, dtype, num):
         print(peak - start - weights)
     """
     scale = 1 if dtype == "bfloat16" else 2
-    above = int(output_of(start(code, path, dtype, num, num_devices=num)))
+    above = int(output_of(start(code, path, dtype, num_devices=num)))
     print("bytes above the weights / largest file:", above / file_size)
     assert above <= 1.3 * file_size * scale
 

@@ -183,7 +183,7 @@ def test_kernels_see_one_devices_part(monkeypatch):
     state = jax.eval_shape(functools.partial(init_state, drafter=drafter), flat, tokens, request)
     with jax.sharding.use_abstract_mesh(mesh):
         traced = run_steps_of(shared).trace(
-            FlatModel(arrays, structure),
+            FlatModel(arrays, structure, mesh),
             abstract(state, STATE_SPECS),
             abstract(request, REQUEST_SPECS),
             jax.ShapeDtypeStruct((), jnp.int32),

@@ -129,7 +129,7 @@ def test_decoding_on_a_mesh(run, monkeypatch):
 
 
 def test_a_difference_on_a_mesh_has_a_gap(run, monkeypatch):
-    real = benchmark_decode.SpreadRunner.run
+    real = benchmark_decode.Runner.run
 
     def changed(self, index, drafter, **options):
         result = real(self, index, drafter, **options)
@@ -138,7 +138,7 @@ def test_a_difference_on_a_mesh_has_a_gap(run, monkeypatch):
         ids = [*result.token_ids[:5], (result.token_ids[5] + 1) % 320, *result.token_ids[6:]]
         return dataclasses.replace(result, token_ids=ids)
 
-    monkeypatch.setattr(benchmark_decode.SpreadRunner, "run", changed)
+    monkeypatch.setattr(benchmark_decode.Runner, "run", changed)
     code, out, _ = run("--tp", 2, "--spec", "promptlookup")
     rows = [row for row in objects(out) if row.get("id") and row["spec"] == "promptlookup"]
     assert code == 0 and [row["first_difference"] for row in rows] == [5, 5]

@@ -6,9 +6,7 @@ import importlib.util
 import json
 import sys
 
-import benchmark
 import benchmark_step
-import command
 import device_time
 import jax
 import jax.numpy as jnp
@@ -20,6 +18,7 @@ from device_time import Event
 from step_bench import Bench
 
 from jaxspec import NoDraft, PromptLookup
+from tests.scripts.step_rows import of
 
 COMMON = {
     "measure", "shape", "batch", "capacity", "length", "dtype", "weight_bytes", "kv_bytes", "rows",
@@ -28,35 +27,14 @@ COMMON = {
 TIMES = {"ms", "ms_min", "ms_max", "steps", "runs", "mean_accepted_length"}
 
 
-@pytest.fixture
-def run(capsys, monkeypatch):
-    """Return a function that runs the command: (exit code, rows, standard output and error)."""
-    monkeypatch.setattr(command, "enable_compilation_cache", lambda: None)
-
-    def run(*args):
-        capsys.readouterr()
-        flags = ["--shape", "tiny", "--rows", "2", "--capacity", "128", "--length", "40"]
-        flags += ["--steps", "4", "--runs", "2", "--jobs", "1"]
-        code = command.run(benchmark.main, ["step", *flags, *map(str, args)])
-        captured = capsys.readouterr()
-        rows = [json.loads(line) for line in captured.out.splitlines() if line.startswith("{")]
-        return code, rows, captured.out, captured.err
-
-    return run
-
-
-def of(rows, measure):
-    return [row for row in rows if row["measure"] == measure]
-
-
 @pytest.fixture(scope="module")
 def model():
     return shapes.random_model(shapes.config_of("tiny"), jnp.float32)
 
 
-def test_steps_by_width_and_kernels(run, tmp_path):
+def test_steps_by_width_and_kernels(run_step, tmp_path):
     file = tmp_path / "rows.jsonl"
-    code, rows, out, err = run("--rows", "1,3", "--kernels", "xla", "--out", file)
+    code, rows, out, err = run_step("--rows", "1,3", "--kernels", "xla", "--out", file)
     assert (code, err) == (0, "")
     assert rows == [json.loads(line) for line in file.read_text().splitlines()]
     assert [row["measure"] for row in rows[:3]] == ["copy_rate", "read_rate", "model"]
@@ -81,9 +59,9 @@ def test_steps_by_width_and_kernels(run, tmp_path):
     assert "of copy" in out and "failed" not in out
 
 
-def test_everything_else(run):
+def test_everything_else(run_step):
     flags = ("--no-step", "--overhead", "--ttft", "--prompt-tokens", 150, "--batch", 2)
-    code, rows, out, err = run(*flags, "--time-limit", 1000)
+    code, rows, out, err = run_step(*flags, "--time-limit", 1000)
     assert (code, err) == (0, "")
     overhead = of(rows, "overhead")
     assert [(row["drafter"], row["rows"]) for row in overhead] == [
@@ -105,10 +83,10 @@ def test_everything_else(run):
     assert not of(rows, "step") and "overhead us" in out
 
 
-def test_what_sampling_adds_and_what_auto_chooses_among(run, monkeypatch):
+def test_what_sampling_adds_and_what_auto_chooses_among(run_step, monkeypatch):
     settings = ({"temperature": 0.6, "top_k": 20}, {"num_logprobs": 5})
     monkeypatch.setattr(benchmark_step, "SAMPLING_SETTINGS", settings)
-    code, rows, out, err = run("--no-step", "--sampling", "--auto")
+    code, rows, out, err = run_step("--no-step", "--sampling", "--auto")
     assert (code, err) == (0, "")
     added, arms = of(rows, "sampling"), of(rows, "auto")
     assert [(row["settings"], row["rows"]) for row in added] == [
@@ -121,12 +99,12 @@ def test_what_sampling_adds_and_what_auto_chooses_among(run, monkeypatch):
     assert "added us" in out
 
 
-def test_cold_compilation_and_the_profile(run, monkeypatch):
+def test_cold_compilation_and_the_profile(run_step, monkeypatch):
     found = [Event("gemm", "dot", 10.0 * i, 6.0) for i in range(8)]
     found += [Event("copy", "", 10.0 * i + 5, 2.0) for i in range(8)]
     found.sort(key=lambda event: event.start_us)
     monkeypatch.setattr(device_time, "events", lambda folder: found)
-    code, rows, out, err = run("--no-step", "--compile", "--profile")
+    code, rows, out, err = run_step("--no-step", "--compile", "--profile")
     assert (code, err) == (0, "")
     compiled = of(rows, "compile")
     assert [row["program"] for row in compiled] == ["run_steps", "prefill"]
@@ -142,9 +120,9 @@ def test_cold_compilation_and_the_profile(run, monkeypatch):
     assert "us a step" in out
 
 
-def test_a_measurement_that_fails_leaves_the_others(run, monkeypatch):
+def test_a_measurement_that_fails_leaves_the_others(run_step, monkeypatch):
     monkeypatch.setattr(device_time, "events", lambda folder: [])
-    code, rows, out, err = run("--profile", "--kernels", "triton,xla")
+    code, rows, out, err = run_step("--profile", "--kernels", "triton,xla")
     assert code == 1
     errors = [row for row in rows if "error" in row]
     if jax.default_backend() == "cpu":
@@ -156,8 +134,8 @@ def test_a_measurement_that_fails_leaves_the_others(run, monkeypatch):
     assert of(rows, "step")[-1]["kernels"] == "xla"
 
 
-def test_a_time_limit_stops_with_what_there_is(run):
-    code, rows, out, err = run("--time-limit", 1e-9)
+def test_a_time_limit_stops_with_what_there_is(run_step):
+    code, rows, out, err = run_step("--time-limit", 1e-9)
     assert (code, rows, err) == (0, [], "")
     assert "PARTIAL: the time limit left 3 measurements out" in out
 
@@ -179,27 +157,27 @@ def test_a_time_limit_stops_with_what_there_is(run):
         (["--dtype", "int8"], "'int8' is not one of"),
     ],
 )  # fmt: skip
-def test_bad_input_is_one_line_and_exit_code_2(run, args, message):
-    code, rows, out, err = run(*args)
+def test_bad_input_is_one_line_and_exit_code_2(run_step, args, message):
+    code, rows, out, err = run_step(*args)
     assert (code, out) == (2, "")
     assert err.startswith("error: ") and err.count("\n") == 1
     assert message in err
 
 
-def test_peers_without_torch(run, monkeypatch):
+def test_peers_without_torch(run_step, monkeypatch):
     monkeypatch.setattr(benchmark_step.importlib.util, "find_spec", lambda name: None)
-    code, _, out, err = run("--peers")
+    code, _, out, err = run_step("--peers")
     assert (code, out) == (2, "")
     assert err == "error: --peers needs torch, which is not installed\n"
 
 
-def test_rows_of_peers(run, monkeypatch):
+def test_rows_of_peers(run_step, monkeypatch):
     row = {"peer": "generate", "ms": 2.0, "ms_min": 1.0, "ms_max": 3.0, "gb_per_second": 1.0}
     bad = {"peer": "lookup", "error": "no"}
     monkeypatch.setattr(benchmark_step.importlib.util, "find_spec", lambda name: True)
     monkeypatch.setattr(peers, "run_apart", lambda label, limit: iter([row, bad]))
     monkeypatch.setenv("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
-    code, rows, out, err = run("--peers", "--no-step")
+    code, rows, out, err = run_step("--peers", "--no-step")
     assert code == 1 and err == "peer tiny lookup: no\n"
     assert [entry["peer"] for entry in of(rows, "peer")] == ["generate", "lookup"]
     assert "generate" in out and "failed: peer tiny lookup: no" in out
@@ -214,9 +192,9 @@ def test_a_process_of_peers_is_stopped(monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="no torch")
-def test_peers(run, monkeypatch):
+def test_peers(run_step, monkeypatch):
     monkeypatch.setenv("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
-    code, rows, _, _ = run("--peers", "--no-step")
+    code, rows, _, _ = run_step("--peers", "--no-step")
     found = of(rows, "peer")
     assert code == 0 and len(found) == 5
     assert [row.get("rows") for row in found] == [None, 1, None, None, 8]
@@ -267,9 +245,9 @@ def test_the_forward_stays_in_the_loop(model):
     assert jnp.allclose(result, expected, atol=1e-5)
 
 
-def test_one_devices_part_of_a_model(run):
+def test_one_devices_part_of_a_model(run_step):
     """A part has its heads, columns and ids, and reads that many bytes."""
-    code, rows, out, err = run("--rows", "1", "--part-of", "1,4")
+    code, rows, out, err = run_step("--rows", "1", "--part-of", "1,4")
     assert (code, err) == (0, "")
     whole, part = of(rows, "step")
     assert (whole["part_of"], part["part_of"]) == (1, 4)
@@ -278,14 +256,3 @@ def test_one_devices_part_of_a_model(run):
     assert part["weight_bytes"] == 4 * (2 * layer + 80 * 48 + 48)
     assert part["kv_bytes"] * 2 == whole["kv_bytes"]
     assert "part of" in out
-
-
-def test_a_part_that_there_is_not(run):
-    code, rows, _, err = run("--rows", "1", "--part-of", "3")
-    assert code == 1 and not of(rows, "step")
-    assert "num_attention_heads=4 is not a multiple of the mesh's model=3" in err
-
-
-def test_a_part_is_of_one_device(run):
-    code, _, _, err = run("--part-of", "2", "--tp", "2")
-    assert code == 2 and "--part-of is of one device" in err

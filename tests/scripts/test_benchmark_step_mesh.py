@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import json
-
-import benchmark
 import benchmark_step
-import command
 import device_time
 import jax
 import jax.numpy as jnp
@@ -23,30 +19,10 @@ from jaxspec import PromptLookup
 from jaxspec.placement import spread
 from jaxspec.sharding import make_mesh
 from tests.jaxspec.models import random_model
+from tests.scripts.step_rows import of
 
 pytestmark = pytest.mark.skipif(len(jax.devices()) < 4, reason="fewer than four devices")
 CONFIG = shapes.config_of("tiny")
-
-
-@pytest.fixture
-def run(capsys, monkeypatch):
-    """Return a function that runs the command: (exit code, rows, standard output and error)."""
-    monkeypatch.setattr(command, "enable_compilation_cache", lambda: None)
-
-    def run(*args):
-        capsys.readouterr()
-        flags = ["--shape", "tiny", "--rows", "2", "--capacity", "128", "--length", "40"]
-        flags += ["--steps", "4", "--runs", "2", "--jobs", "1"]
-        code = command.run(benchmark.main, ["step", *flags, *map(str, args)])
-        captured = capsys.readouterr()
-        rows = [json.loads(line) for line in captured.out.splitlines() if line.startswith("{")]
-        return code, rows, captured.out, captured.err
-
-    return run
-
-
-def of(rows, measure):
-    return [row for row in rows if row["measure"] == measure]
 
 
 @pytest.mark.parametrize("sizes", [(1, 4), (2, 2)])
@@ -108,8 +84,8 @@ def test_the_loop_on_a_mesh_gives_the_texts_of_one_device():
         (("--dp", 2), {"data": 2, "model": 1}, 1, 2),
     ],
 )
-def test_steps_have_the_bytes_of_one_device(run, flags, mesh, num_texts, kv_heads):
-    code, rows, out, err = run(*flags, "--kernels", "xla")
+def test_steps_have_the_bytes_of_one_device(run_step, flags, mesh, num_texts, kv_heads):
+    code, rows, out, err = run_step(*flags, "--kernels", "xla")
     assert (code, err) == (0, "")
     assert all(row["mesh"] == mesh for row in rows)
     (row,) = of(rows, "step")
@@ -127,11 +103,11 @@ def test_steps_have_the_bytes_of_one_device(run, flags, mesh, num_texts, kv_head
     assert "of copy" in out
 
 
-def test_everything_else_on_a_mesh(run, monkeypatch):
+def test_everything_else_on_a_mesh(run_step, monkeypatch):
     settings = ({"temperature": 0.6, "top_k": 20},)
     monkeypatch.setattr(benchmark_step, "SAMPLING_SETTINGS", settings)
     flags = ("--no-step", "--sampling", "--auto", "--ttft", "--prompt-tokens", 150, "--compile")
-    code, rows, out, err = run(*flags, "--tp", 2)
+    code, rows, out, err = run_step(*flags, "--tp", 2)
     assert (code, err) == (0, "")
     assert [row["rows"] for row in of(rows, "auto")] == [1, 4, 8]
     assert len(of(rows, "sampling")) == 1
@@ -141,11 +117,11 @@ def test_everything_else_on_a_mesh(run, monkeypatch):
     assert first["products_ms"] == pytest.approx(operations / first["teraflops"] / 1e9, 1e-3)
 
 
-def test_throughput_and_load(run, tmp_path):
+def test_throughput_and_load(run_step, tmp_path):
     checkpoints.save(random_model(3, vocab_size=320, num_hidden_layers=1), tmp_path / "random")
     found = {}
     for flags in ((), ("--mesh", "data=2,model=2")):
-        code, rows, out, err = run(
+        code, rows, out, err = run_step(
             "--no-step", "--throughput", 5, "--load", tmp_path / "random", *flags
         )
         assert (code, err) == (0, "")
@@ -175,7 +151,7 @@ def test_the_peak_of_memory_where_the_platform_counts_it(monkeypatch, tmp_path):
     assert row["model_bytes"] == sum(leaf.nbytes for leaf in jax.tree.leaves(model))
 
 
-def test_time_in_collectives(run, monkeypatch):
+def test_time_in_collectives(run_step, monkeypatch):
     found = []
     for device, wait in (("/device:GPU:0", 4.0), ("/device:GPU:1", 1.0)):
         for step in range(4):
@@ -185,7 +161,7 @@ def test_time_in_collectives(run, monkeypatch):
             found.append(Event("fusion", "all-gather-start.1", start + 14, 1.0, device))
     found.sort(key=lambda event: event.start_us)
     monkeypatch.setattr(device_time, "events", lambda folder: found)
-    code, rows, out, err = run("--no-step", "--profile", "--tp", 2)
+    code, rows, out, err = run_step("--no-step", "--profile", "--tp", 2)
     assert (code, err) == (0, "")
     (profile,) = of(rows, "profile")
     # Those of the first device, and of the one that waits least.
@@ -200,20 +176,18 @@ def test_time_in_collectives(run, monkeypatch):
         (["--tp", "2", "--overhead"], "--overhead is of one device: leave out --mesh, --tp and"),
         (["--dp", "2", "--peers"], "--peers is of one device: leave out --mesh, --tp and --dp"),
         (["--mesh", "model=2,x=1"], "--mesh 'model=2,x=1': expected data=N,model=M, got 'x=1'"),
+        (
+            ["--tp", 3],
+            "--shape tiny: num_attention_heads=4 is not a multiple of the mesh's",
+        ),
+        (["--part-of", "2", "--tp", "2"], "--part-of is of one device: leave out --mesh, --tp and"),
+        (["--part-of", "3"], "num_attention_heads=4 is not a multiple of the mesh's model=3"),
         (["--throughput", "0"], "0 is not in the range x>=1"),
         (["--load", "nowhere"], "'nowhere' does not exist"),
     ],
 )
-def test_bad_input_is_one_line_and_exit_code_2(run, args, message):
-    code, rows, out, err = run(*args)
+def test_bad_input_is_one_line_and_exit_code_2(run_step, args, message):
+    code, rows, out, err = run_step(*args)
     assert (code, out) == (2, "")
     assert err.startswith("error: ") and err.count("\n") == 1
     assert message in err
-
-
-def test_a_shape_that_does_not_divide_is_a_row_with_the_reason(run):
-    code, rows, out, err = run("--tp", 3)
-    assert code == 1
-    (row,) = of(rows, "model")
-    assert row["error"].endswith("num_attention_heads=4 is not a multiple of the mesh's model=3")
-    assert err.count("\n") == 1
