@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+from pathlib import Path
 
 # Eight devices on two cores may wait for each other for long: XLA would abort after 40 seconds.
 os.environ.setdefault(
@@ -49,6 +50,19 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         terminalreporter.write_line(
             f"smallest gap between the two best logits in {len(gaps)} tests: {gap:.2e} in {name}"
         )
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown() -> None:
+    """Drop compiled programs before Linux refuses their memory maps, which kills the process.
+
+    A program of eight CPU devices takes hundreds of the 65530 maps that a process may have.
+    """
+    maps, limit = Path("/proc/self/maps"), Path("/proc/sys/vm/max_map_count")
+    if not (maps.exists() and limit.exists()):
+        return
+    if maps.read_bytes().count(b"\n") > int(limit.read_text()) // 3:
+        jax.clear_caches()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
