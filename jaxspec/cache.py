@@ -53,8 +53,9 @@ def commit_block(
     """Write the K/V of the emitted tokens' rows to the slots from `num_cached` on.
 
     The cache so holds keys and values of the text and nothing else: what is not part of it, a
-    rejected draft say, cannot reach later steps even if it is not finite. K was rotated for the
-    row's position, which is its final one.
+    rejected draft say, cannot reach later steps even if it is not finite. (Within its own step it
+    can, where weights and values of a block are one product: 0 times NaN is NaN.) K was rotated
+    for the row's position, which is its final one.
 
     Args:
       cache: the cache before this step.

@@ -20,7 +20,7 @@ import numpy as np
 from jaxspec.cache import KVCache, committed_rows, write_block
 from jaxspec.commit import commit, room_of
 from jaxspec.config import Qwen3Config
-from jaxspec.drafters import Auto, Drafter, Outcome, Proposal
+from jaxspec.drafters import Auto, Drafter, Outcome, Proposal, current_tokens
 from jaxspec.layout import BlockLayout
 from jaxspec.model import Qwen3
 from jaxspec.placement import FlatModel, over_mesh
@@ -89,12 +89,15 @@ def _prefill(
     kernels: Implementation | None,
 ) -> DecodeState:
     layout = BlockLayout.linear(chunk_size, has_logits=False)
-    batch_size, capacity = state.tokens.shape
+    batch_size = state.tokens.shape[0]
 
     def cache_chunk(index: jax.Array, cache: KVCache) -> KVCache:
         start = index * chunk_size
-        positions = jnp.minimum(start + jnp.arange(chunk_size), capacity - 1)
-        block_tokens = jnp.take(state.tokens, positions, axis=1)
+        # Past its end a row goes on with its last token: what is not in a text has no part in it,
+        # not even where that token's embedding is not finite.
+        places = start + jnp.arange(chunk_size, dtype=jnp.int32)[None]
+        places = jnp.minimum(places, state.length[:, None] - 1)
+        block_tokens = jnp.take_along_axis(state.tokens, places, axis=1, mode="clip")
         num_cached = jnp.broadcast_to(start, (batch_size,))
         _, block = model.hidden_states(block_tokens, num_cached, cache, layout, kernels)
         # Positions past the prompt are written only where all keys are finite. They are garbage
@@ -122,6 +125,7 @@ def decode_step(
     with jax.named_scope("draft"):
         proposal = drafter.propose(state.drafter, state.tokens, state.length)
         check_proposal(proposal, drafter, state.tokens.shape[0])
+        proposal = with_current_token(proposal, state)
     state, outcome = feed(model, state, request, proposal, drafter.layout, kernels, mode)
     with jax.named_scope("update"):
         memory = drafter.update(state.drafter, outcome, state.tokens, state.length)
@@ -224,6 +228,14 @@ def check_proposal(proposal: Proposal, drafter: Drafter, batch_size: int) -> Non
                 f"{type(drafter).__name__} proposed {name} of shape {got.shape} and dtype "
                 f"{got.dtype}, expected {shape} and int32"
             )
+
+
+def with_current_token(proposal: Proposal, state: DecodeState) -> Proposal:
+    """Return the proposal with the current token in row 0, whatever the drafter put there."""
+    current = current_tokens(state.tokens, state.length)[:, None]
+    is_first = jnp.arange(proposal.block_tokens.shape[1], dtype=jnp.int32)[None] == 0
+    block_tokens = jnp.where(is_first, current, proposal.block_tokens)
+    return dataclasses.replace(proposal, block_tokens=block_tokens)
 
 
 def num_valid_of(config: Qwen3Config, axis: ModelAxis) -> int | None:

@@ -37,7 +37,8 @@ class BlockLayout:
       depth: position of each row relative to the current token, length T.
       packed_mask: row-major bytes of the (T, T) mask, one byte an entry: cheap to hash at any T.
       candidate_rows: C tuples of M + 1 row indices, the current token's row 0 first, then the
-        rows of the candidate's draft tokens in order.
+        rows of the candidate's draft tokens in order. The row in place j has depth j and sees
+        exactly the rows up to it: what plain decoding would see there.
       logit_rows: ascending rows whose logits are needed at all.
     """
 
@@ -64,6 +65,18 @@ class BlockLayout:
                 raise ValueError(f"candidate rows {rows} are not all in logit_rows")
         if list(self.logit_rows) != sorted(set(self.logit_rows) & set(range(num_rows))):
             raise ValueError(f"logit_rows={self.logit_rows} are not ascending rows of the block")
+        for rows in self.candidate_rows:
+            self._check_text(rows)
+
+    def _check_text(self, rows: tuple[int, ...]) -> None:
+        """Raise a ValueError unless a candidate's rows see what plain decoding would see there."""
+        for place, row in enumerate(rows):
+            text = f"candidate rows {rows}: row {row}"
+            if self.depth[row] != place:
+                raise ValueError(f"{text} has depth {self.depth[row]}, expected {place}")
+            seen, expected = np.flatnonzero(self.mask[row]).tolist(), sorted(rows[: place + 1])
+            if seen != expected:
+                raise ValueError(f"{text} sees rows {seen}, expected {expected}")
 
     @classmethod
     def from_mask(

@@ -34,6 +34,11 @@ def check_prompts(
     prompts: Sequence[Sequence[int]], model_config: Qwen3Config, config: GenerateConfig
 ) -> None:
     """Raise a one-line ValueError if the call cannot be run as asked, before any work."""
+    if jax.config.read("jax_enable_x64"):
+        raise ValueError(
+            "jax_enable_x64 is on, expected it off: jaxspec computes in 32 bits (a program of 64 "
+            "bits calls it inside `with jax.enable_x64(False)`)"
+        )
     if not hasattr(prompts, "__len__"):
         raise ValueError(f"prompts is a {type(prompts).__name__}, expected a list of prompts")
     if not len(prompts):
@@ -74,6 +79,11 @@ def check_prompts(
             raise ValueError(
                 f"eos_token_ids holds {eos_id}, expected 0..{model_config.vocab_size - 1}"
             )
+    ending = {eos_id for eos_id in eos_ids_of(model_config, config) if eos_id < num_ids}
+    if config.min_new_tokens and len(ending) == num_ids:
+        raise ValueError(
+            f"min_new_tokens={config.min_new_tokens}, expected 0: all {num_ids} tokens end a text"
+        )
 
 
 def make_request(

@@ -45,6 +45,8 @@ class Generation:
       decode_seconds: time of the decode loop so far, all rows together.
       compile_seconds: time to trace and compile (or find compiled) the programs.
       measure_seconds: time to measure what `Auto` chooses by; 0 where that was known.
+      step_costs: relative time of a step of each drafter that `Auto` chooses among, plain decoding
+        first: what it chose by; None without it.
     """
 
     tokens: np.ndarray
@@ -58,6 +60,7 @@ class Generation:
     decode_seconds: float
     compile_seconds: float
     measure_seconds: float
+    step_costs: tuple[float, ...] | None = None
 
     @property
     def token_ids(self) -> list[list[int]]:
@@ -174,7 +177,10 @@ def to_host(
     """Return the texts of a state, of its first `num_rows` rows if given, times left out."""
     arrays = fetch((state.tokens, state.length, request.prompt_length, state.finish, state.record))
     tokens, lengths, prompt_lengths, finish, record = jax.tree.map(lambda x: x[:num_rows], arrays)
-    arms = drafter.arms if isinstance(drafter, Auto) else (drafter,)
+    arms: tuple[Drafter | Auto, ...] = (drafter,)
+    step_costs = None
+    if isinstance(drafter, Auto):
+        arms, step_costs = drafter.arms, tuple(fetch(request.step_costs).tolist())
     return Generation(
         tokens=tokens,
         lengths=lengths,
@@ -187,4 +193,5 @@ def to_host(
         decode_seconds=0.0,
         compile_seconds=0.0,
         measure_seconds=0.0,
+        step_costs=step_costs,
     )

@@ -141,9 +141,10 @@ def row_report(
 
     `accepted_by_position[j]` counts the steps in which draft token j was accepted and emitted,
     `num_drafted` the draft tokens that were fed, `accepted_over_time` has the mean tokens a step
-    of equal parts of the steps, `num_steps_by_rows` the steps by the rows of their blocks, `mesh`
-    the devices on each axis, null for one device. Times are those of the whole call, which its rows
-    share; `tokens_per_second` is this row's.
+    of equal parts of the steps, `num_steps_by_rows` the steps by the rows of their blocks,
+    `step_costs` what `auto` took a step of each of its drafters to cost (plain decoding 1), `mesh`
+    the devices on each axis, null for one device. Times are those of the whole call, which its
+    rows share; `tokens_per_second` is this row's.
     """
     num_tokens = int(generation.num_tokens[row])
     num_steps = int(generation.num_steps[row])
@@ -167,9 +168,10 @@ def row_report(
         "tokens_per_second": num_tokens / seconds if seconds > 0 else 0.0,
         "compile_seconds": generation.compile_seconds,
         "measure_seconds": generation.measure_seconds,
+        "step_costs": generation.step_costs,
         "load_seconds": load_seconds,
         "spec": spec,
-        "settings": settings_of(drafter) | settings_of(config),
+        "settings": settings_of(drafter) | settings_of(config) | {"seed": seed_of(config, row)},
         "model": model,
         "device": jax.devices()[0].device_kind,
         "mesh": None if mesh is None else dict(mesh.shape),
@@ -216,6 +218,11 @@ def comparison(
 def settings_of(settings: Any) -> dict[str, Any]:
     """Return the fields of a settings dataclass as JSON values."""
     return dataclasses.asdict(settings)
+
+
+def seed_of(config: GenerateConfig, row: int) -> int:
+    """Return the seed of a row, whether there is one for all or one for each."""
+    return config.seed[row] if isinstance(config.seed, tuple) else config.seed
 
 
 def _at(token_ids: Sequence[int], index: int) -> int | None:

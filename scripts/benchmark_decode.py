@@ -21,6 +21,7 @@ from rich.table import Table
 import checkpoints
 from jaxspec import Auto, Drafter, GenerateConfig, drafters, evaluation, text, tuning
 from jaxspec.evaluation import Prompt, Row
+from jaxspec.request import check_prompts
 from jaxspec.runner import Runner
 
 
@@ -37,6 +38,7 @@ from jaxspec.runner import Runner
 )
 @click.option("--promptlookup", help="M,NGRAM,MIN.  [default: the platform's]")
 @click.option("--lookahead", help="W,N,G.  [default: the platform's]")
+@click.option("--auto", help="Widths M,... to choose among.  [default: the platform's]")
 @dtype_option
 @meshes.mesh_options
 @click.option("--max-new-tokens", type=click.IntRange(min=1), default=256)
@@ -64,10 +66,12 @@ def decode(**flags: Any) -> None:
     prompts = [prompt for file in files for prompt in evaluation.read_prompts(file)]
     dtype = flags["dtype"] or ("float32" if jax.default_backend() == "cpu" else "bfloat16")
     path = flags["model"] or checkpoints.BUNDLED_MODEL
-    model, tokenizer = checkpoints.load(path, dtype=dtype)
     config = GenerateConfig(max_new_tokens=flags["max_new_tokens"])
-    encoded = [text.encode(tokenizer, prompt.text) for prompt in prompts]
-    spread = model if mesh is None else checkpoints.load(path, mesh=mesh, dtype=dtype)[0]
+    checkpoint = checkpoints.open_checkpoint(path)
+    encoded = [text.encode(checkpoint.tokenizer, prompt.text) for prompt in prompts]
+    check_prompts(encoded, checkpoint.config, config)
+    model = checkpoint.load_model(dtype=dtype)
+    spread = model if mesh is None else checkpoint.load_model(mesh=mesh, dtype=dtype)
     runner = Runner(spread, encoded, config, whole=model)
     where = machine() | {
         "mesh": mesh_sizes(mesh),
@@ -89,6 +93,7 @@ def decode(**flags: Any) -> None:
 FIELDS = {
     "promptlookup": ("num_draft_tokens", "ngram_size", "min_ngram_size"),
     "lookahead": ("window_size", "ngram_size", "num_candidates"),
+    "auto": ("num_draft_tokens",),
 }
 
 
@@ -102,10 +107,12 @@ def make_drafters(flags: dict[str, Any]) -> dict[str, Drafter | Auto]:
         settings = {}
         if flags.get(spec) is not None:
             try:
-                values = map(int, flags[spec].split(","))
+                numbers = tuple(map(int, flags[spec].split(",")))
+                values = (numbers,) if spec == "auto" else numbers
                 settings = dict(zip(FIELDS[spec], values, strict=True))
             except ValueError:
-                message = f"--{spec} {flags[spec]!r}: expected three integers"
+                count = "integers" if spec == "auto" else "three integers"
+                message = f"--{spec} {flags[spec]!r}: expected {count} separated by commas"
                 raise click.UsageError(message) from None
         result[spec] = drafters.make_drafter(spec, platform=jax.default_backend(), **settings)
     return result

@@ -29,6 +29,7 @@ from rich.table import Table
 
 import checkpoints
 from jaxspec import Drafter, GenerateConfig, NoDraft, drafters, evaluation, text
+from jaxspec.request import check_prompts
 from jaxspec.runner import Run, Runner
 from jaxspec.stats import first_different_index
 
@@ -97,16 +98,19 @@ def exactness(**flags: Any) -> int:
     if mesh is not None:
         compared += mesh_comparisons(compared, is_float32=dtype == "float32")
     path = flags["model"] or checkpoints.BUNDLED_MODEL
-    whole, tokenizer = checkpoints.load(path, dtype=dtype)
+    checkpoint = checkpoints.open_checkpoint(path)
+    ids = [text.encode(checkpoint.tokenizer, prompt.text) for prompt in prompts]
+    config = GenerateConfig(max_new_tokens=flags["max_new_tokens"])
+    check_prompts(ids, checkpoint.config, config)
+    whole = checkpoint.load_model(dtype=dtype)
     models = {True: whole}
     if mesh is not None:
-        models = {False: whole, True: checkpoints.load(path, mesh=mesh, dtype=dtype)[0]}
-    ids = [text.encode(tokenizer, prompt.text) for prompt in prompts]
+        models = {False: whole, True: checkpoint.load_model(mesh=mesh, dtype=dtype)}
     runners = {
         (kernels, is_spread): Runner(
             model,
             ids,
-            GenerateConfig(max_new_tokens=flags["max_new_tokens"], kernels=kernels),
+            dataclasses.replace(config, kernels=kernels),
             whole=whole,
         )
         for kernels in flags["kernels"]

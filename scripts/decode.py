@@ -23,7 +23,7 @@ import terminal
 import checkpoints
 import jaxspec
 from jaxspec import drafters, stats, text
-from jaxspec.request import eos_ids_of
+from jaxspec.request import check_prompts, eos_ids_of
 
 DEFAULT_PROMPT = '''class Matrix:
     """A dense matrix of floats, stored row by row."""
@@ -48,29 +48,26 @@ DEFAULT_PROMPT = '''class Matrix:
 '''
 
 # Flags that set a field of the drafter of a mode: the flag's parameter and the field.
+LOOKUP_FLAGS = {
+    "num_draft_tokens": "num_draft_tokens",
+    "ngram_size": "ngram_size",
+    "min_ngram_size": "min_ngram_size",
+    "match": "match",
+}
+LOOKAHEAD_FLAGS = {
+    "window_size": "window_size",
+    "lookahead_ngram_size": "ngram_size",
+    "num_candidates": "num_candidates",
+}
 DRAFTER_FLAGS = {
-    "promptlookup": {
-        "num_draft_tokens": "num_draft_tokens",
-        "ngram_size": "ngram_size",
-        "min_ngram_size": "min_ngram_size",
-        "match": "match",
-    },
-    "lookahead": {
-        "window_size": "window_size",
-        "lookahead_ngram_size": "ngram_size",
-        "num_candidates": "num_candidates",
-    },
-    "auto": {
-        "ngram_size": "ngram_size",
-        "min_ngram_size": "min_ngram_size",
-        "match": "match",
-    },
+    "promptlookup": LOOKUP_FLAGS,
+    "lookahead": LOOKAHEAD_FLAGS,
+    "auto": LOOKUP_FLAGS | LOOKAHEAD_FLAGS,
 }
 
 
 Drafting = jaxspec.Drafter | jaxspec.Auto
 SAMPLING_FLAGS = (
-    "seed",
     "temperature",
     "top_k",
     "top_p",
@@ -93,7 +90,12 @@ SAMPLING_FLAGS = (
     default="none",
     help="How to draft; auto chooses every step.",
 )
-@click.option("--prompt", multiple=True, help="Text to continue; several make a batch.")
+@click.option(
+    "--prompt",
+    multiple=True,
+    help="Text to continue; several make a batch, in this order: all --prompt, all --prompt-file, "
+    "all --prompt-ids.",
+)
 @click.option(
     "--prompt-file",
     multiple=True,
@@ -131,8 +133,9 @@ SAMPLING_FLAGS = (
 @click.option(
     "--num-draft-tokens",
     type=click.IntRange(min=1),
-    default=None,
-    help="promptlookup: tokens drafted a step.  [default: 7 on CPU, 15 on GPU]",
+    multiple=True,
+    help="promptlookup, auto: tokens drafted a step; for auto repeatable, the widths it chooses "
+    "among.  [default: 7 on CPU, 15 on GPU; auto: 3 and 7, 7 and 15]",
 )
 @click.option(
     "--ngram-size",
@@ -156,19 +159,20 @@ SAMPLING_FLAGS = (
     "--window-size",
     type=click.IntRange(min=1),
     default=None,
-    help="lookahead: columns of the window.  [default: 1 on CPU, 7 on GPU]",
+    help="lookahead, auto: columns of the window; with auto each of these three adds lookahead "
+    "to what it chooses among.  [default: 1 on CPU, 7 on GPU]",
 )
 @click.option(
     "--lookahead-ngram-size",
     type=click.IntRange(min=2),
     default=None,
-    help="lookahead: tokens of an n-gram.  [default: 2 on CPU, 7 on GPU]",
+    help="lookahead, auto: tokens of an n-gram.  [default: 2 on CPU, 7 on GPU]",
 )
 @click.option(
     "--num-candidates",
     type=click.IntRange(min=0),
     default=None,
-    help="lookahead: n-grams verified a step.  [default: 1 on CPU, 7 on GPU]",
+    help="lookahead, auto: n-grams verified a step.  [default: 1 on CPU, 7 on GPU]",
 )
 @click.option(
     "--dtype",
@@ -191,7 +195,13 @@ SAMPLING_FLAGS = (
 @click.option("--repetition-penalty", type=float, default=1.0, help="1: off.")
 @click.option("--presence-penalty", type=float, default=0.0, help="0: off.")
 @click.option("--frequency-penalty", type=float, default=0.0, help="0: off.")
-@click.option("--seed", type=click.IntRange(0, 2**32 - 1), default=0, help="Of random streams.")
+@click.option(
+    "--seed",
+    type=click.IntRange(0, 2**32 - 1),
+    multiple=True,
+    default=[0],
+    help="Of random streams: one for all prompts, or repeated, one for each.",
+)
 @meshes.mesh_options
 @meshes.process_options
 @click.option("--stream/--no-stream", default=True, help="Show text as it comes.")
@@ -215,14 +225,18 @@ def main(**flags: Any) -> int:
     config = make_config(flags)
     mesh = meshes.make_mesh(flags)
     started = time.perf_counter()
-    model, tokenizer = checkpoints.load(model_path, mesh=mesh, dtype=dtype)
-    load_seconds = time.perf_counter() - started
-    if config.stop_strings and tokenizer is None:
+    checkpoint = checkpoints.open_checkpoint(model_path)
+    if config.stop_strings and checkpoint.tokenizer is None:
         raise click.UsageError("--stop needs a tokenizer, which the model directory has not")
+    # What cannot be run is refused before weights are read, which may take minutes.
+    prompt_ids = encode_prompts(checkpoint.tokenizer, prompts)
+    check_prompts(prompt_ids, checkpoint.config, config)
+    model = checkpoint.load_model(mesh=mesh, dtype=dtype)
+    load_seconds = time.perf_counter() - started
     decoder = Decoder(
         model,
-        tokenizer,
-        encode_prompts(tokenizer, prompts),
+        checkpoint.tokenizer,
+        prompt_ids,
         config,
         name=Path(model_path).resolve().name,
         dtype=dtype,
@@ -346,7 +360,8 @@ def report(decoder: Decoder, flags: dict[str, Any], drafter: Drafting) -> int:
         ]
         found = [None] * len(rows) if all(is_equal) else decoder.differences(drafter)
         for row, timed_row, reference, place in zip(rows, timed, references, found, strict=True):
-            row |= timed_row | {"compile_seconds": row["compile_seconds"]}
+            first = {name: row[name] for name in ("compile_seconds", "measure_seconds")}
+            row |= timed_row | first
             row |= stats.comparison(row, reference, place)
     if not is_speaker():
         pass
@@ -379,6 +394,7 @@ def make_config(flags: dict[str, Any]) -> jaxspec.GenerateConfig:
         eos_token_ids=eos_ids,
         stop_strings=flags["stop"],
         num_logprobs=flags["logprobs"],
+        seed=flags["seed"][0] if len(flags["seed"]) == 1 else flags["seed"],
         **{name: flags[name] for name in SAMPLING_FLAGS},
         kernels=None if flags["kernels"] == "auto" else flags["kernels"],
     )
@@ -424,13 +440,33 @@ def make_drafter(flags: dict[str, Any]) -> Drafting:
     """Return the drafter that the flags ask for; say which flags the mode does not read."""
     spec = flags["spec"]
     fields = DRAFTER_FLAGS.get(spec, {})
-    for name in dict.fromkeys(name for others in DRAFTER_FLAGS.values() for name in others):
-        if flags[name] is not None and name not in fields:
+    given = {name: flags[name] for name in DRAFTER_FLAGS["auto"] if flags[name] not in (None, ())}
+    for name in given:
+        if name not in fields:
             flag = name.replace("_", "-")
             click.echo(f"note: --{flag} has no effect with --spec {spec}", err=True)
     if flags["show_drafts"] and (flags["as_json"] or not flags["stream"]):
         click.echo("note: --show-drafts has no effect with --json or --no-stream", err=True)
-    settings = {field: flags[name] for name, field in fields.items() if flags[name] is not None}
+    if "num_draft_tokens" in given:
+        widths = given["num_draft_tokens"]
+        if spec == "promptlookup" and len(widths) > 1:
+            raise click.UsageError(
+                f"--num-draft-tokens is given {len(widths)} times: expected one with --spec {spec}"
+            )
+        given["num_draft_tokens"] = tuple(sorted(set(widths))) if spec == "auto" else widths[0]
+    if spec != "auto":
+        return drafter_of(spec, given, fields)
+    settings = {}
+    if given.keys() & LOOKAHEAD_FLAGS.keys():
+        settings["lookahead"] = drafter_of("lookahead", given, LOOKAHEAD_FLAGS)
+    return drafter_of("auto", given, LOOKUP_FLAGS, **settings)
+
+
+def drafter_of(
+    spec: str, given: dict[str, Any], fields: dict[str, str], **settings: Any
+) -> Drafting:
+    """Return a mode's drafter with the fields that its flags were given for, and more settings."""
+    settings |= {fields[name]: value for name, value in given.items() if name in fields}
     return drafters.make_drafter(spec, platform=jax.default_backend(), **settings)
 
 

@@ -143,6 +143,9 @@ def acceptance_line(row: dict[str, Any]) -> str:
     if len(row["num_steps_by_rows"]) > 1:
         steps = ", ".join(f"{count} of {rows}" for rows, count in row["num_steps_by_rows"].items())
         line += f"; steps by rows: {steps}"
+    if row["step_costs"]:
+        costs = " ".join(f"{cost:.2f}" for cost in row["step_costs"])
+        line += f"; cost of a step, none first: {costs}"
     return line
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+import jax
 import jax.numpy as jnp
 import jaxtyping
 import numpy as np
@@ -42,6 +43,11 @@ from tests.jaxspec.models import random_model, random_prompts
         ([[1] * 1800], {}, "exceed max_seq_len=2048"),
         ([[1], [2]], {"seed": (1, 2, 3)}, "3 seeds for 2 prompts"),
         ([[1]], {"eos_token_ids": (97,)}, "eos_token_ids holds 97, expected 0..96"),
+        (
+            [[1]],
+            {"eos_token_ids": tuple(range(97)), "min_new_tokens": 2},
+            "min_new_tokens=2, expected 0: all 97 tokens end a text",
+        ),
     ],
 )
 def test_bad_calls_are_refused_before_any_work(prompts, config, message):
@@ -49,6 +55,15 @@ def test_bad_calls_are_refused_before_any_work(prompts, config, message):
         stream(random_model(), prompts, GenerateConfig(**config))
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_64_bit_jax_is_refused_in_one_line():
+    with jax.enable_x64(True):
+        with pytest.raises(ValueError, match="^jax_enable_x64 is on, expected it off: .*$"):
+            stream(random_model(), [[1, 2]])
+        with jax.enable_x64(False):
+            result = generate(random_model(), [[1, 2]], GenerateConfig(max_new_tokens=3))
+    assert len(result.token_ids[0]) == 3
 
 
 @pytest.mark.parametrize(
@@ -231,6 +246,7 @@ class RepeatLast:
 
     num_draft_tokens: int = 3
     num_rows: int = 4
+    first: int = 0
 
     @property
     def layout(self) -> BlockLayout:
@@ -242,7 +258,8 @@ class RepeatLast:
     def propose(self, state, tokens, length):
         current = current_tokens(tokens, length)[:, None]
         num_draft = jnp.full((tokens.shape[0], 1), self.num_draft_tokens, jnp.int32)
-        return Proposal(jnp.tile(current, (1, self.num_rows)), num_draft)
+        block_tokens = jnp.tile(current, (1, self.num_rows))
+        return Proposal(block_tokens.at[:, 0].add(self.first), num_draft)
 
     def update(self, state, outcome, tokens, length):
         return state
@@ -253,6 +270,10 @@ def test_a_drafter_of_ones_own_is_lossless():
     config = GenerateConfig(max_new_tokens=30)
     expected = generate(random_model(), prompts, config).token_ids
     assert generate(random_model(), prompts, config, RepeatLast()).token_ids == expected
+    # Nor does it matter what a drafter writes in the place of the current token.
+    for first in (1, -500, 500):
+        drafter = RepeatLast(first=first)
+        assert generate(random_model(), prompts, config, drafter).token_ids == expected
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -244,7 +246,8 @@ def test_cache_holds_what_a_fresh_prefill_would(model):
     state = prefill(model, state, jnp.int32(1), chunk_size=64)
     for _ in range(8):
         state = run_steps(model, state, request, jnp.int32(1), drafter=drafter)
-        fresh = init_state(model, state.tokens, request, drafter=drafter)
+        text = dataclasses.replace(request, prompt_length=state.length + 0)
+        fresh = init_state(model, state.tokens, text, drafter=drafter)
         fresh = prefill(model, fresh, jnp.int32(1), chunk_size=64)
         for row, length in enumerate(np.asarray(state.length)):
             for layer, fresh_layer in zip(state.cache, fresh.cache, strict=True):
@@ -264,6 +267,20 @@ def test_a_bad_prompt_token_is_not_forgotten(model):
     for chunk_size in (1, 64):
         config = GenerateConfig(max_new_tokens=3, prefill_chunk_size=chunk_size)
         assert generate(broken, [[5, 1, 2, 3]], config).token_ids == [[0, 0, 0]]
+
+
+@pytest.mark.parametrize("chunk_size", [1, 7, None])
+def test_a_token_that_is_not_in_the_text_has_no_part_in_it(chunk_size):
+    # Buffers are padded with id 0, here one that is not finite; the text does not hold it.
+    graph, params = nnx.split(random_model(7))
+    table = params["embed_tokens"][...]
+    prompts = random_prompts((9, 23), vocab_size=96)
+    prompts = [[token + 1 for token in prompt] for prompt in prompts]
+    config = GenerateConfig(max_new_tokens=20, prefill_chunk_size=chunk_size)
+    expected = generate(nnx.merge(graph, params), prompts, config).token_ids
+    assert 0 not in sum(expected, [])
+    params["embed_tokens"] = params["embed_tokens"].replace(table.at[0].set(jnp.nan))
+    assert generate(nnx.merge(graph, params), prompts, config).token_ids == expected
 
 
 def test_garbage_past_the_end_changes_nothing(model):

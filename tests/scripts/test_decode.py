@@ -28,8 +28,8 @@ KEYS = {
     "id", "text", "token_ids", "num_tokens", "num_steps", "mean_accepted_length",
     "accepted_by_position", "accepted_over_time", "num_drafted", "num_steps_by_rows",
     "finish_reason", "prefill_seconds", "decode_seconds", "tokens_per_second", "compile_seconds",
-    "load_seconds", "measure_seconds", "spec", "settings", "model", "device", "mesh", "dtype",
-    "version",
+    "load_seconds", "measure_seconds", "step_costs", "spec", "settings", "model", "device",
+    "mesh", "dtype", "version",
 }  # fmt: skip
 
 
@@ -243,6 +243,7 @@ class _Reached(ValueError):
         (["--min-new-tokens", 3], {"min_new_tokens": 3}),
         (["--logprobs", 0], {"num_logprobs": 0}),
         (["--logprobs", 5], {"num_logprobs": 5}),
+        (["--seed", 5], {"seed": 5}),
     ],
 )
 def test_a_flag_sets_its_field_and_no_other(run, monkeypatch, flags, settings):
@@ -330,6 +331,7 @@ def test_what_a_rows_drafts_came_to_in_words():
         "accepted_by_position": [6, 2, 0],
         "accepted_over_time": [1.0, 2.25],
         "num_steps_by_rows": {"4": 8},
+        "step_costs": None,
     }
     line = (
         "prompt 2: accepted in % of the steps, by draft position: 75 25 0; "
@@ -337,7 +339,10 @@ def test_what_a_rows_drafts_came_to_in_words():
     )
     assert terminal.acceptance_line(row) == line
     row["num_steps_by_rows"] = {"1": 3, "4": 5}
-    assert terminal.acceptance_line(row) == line + "; steps by rows: 3 of 1, 5 of 4"
+    row["step_costs"] = (1.0, 1.379)
+    assert terminal.acceptance_line(row) == (
+        line + "; steps by rows: 3 of 1, 5 of 4; cost of a step, none first: 1.00 1.38"
+    )
 
 
 def test_a_difference_in_words():
@@ -363,6 +368,11 @@ def test_a_flag_that_the_mode_does_not_read_is_named(run):
         (["--max-new-tokens", "many"], "'many' is not a valid integer"),
         (["--num-draft-tokens", "0", "--spec", "promptlookup"], "0 is not in the range"),
         (["--seed", "-1"], "-1 is not in the range"),
+        (["--seed", "1", "--seed", "2", "--prompt", "x"], "2 seeds for 1 prompts"),
+        (
+            ["--spec", "promptlookup", "--num-draft-tokens", "3", "--num-draft-tokens", "5"],
+            "--num-draft-tokens is given 2 times: expected one with --spec promptlookup",
+        ),
         (["--dtype", "int8"], "'int8' is not one of"),
         (["--prompt-file", "missing.txt"], "'missing.txt' does not exist"),
         (["--prompt-ids", "1,x"], "--prompt-ids '1,x': expected integers"),
@@ -410,7 +420,9 @@ def test_a_flag_that_the_mode_does_not_read_is_named(run):
         ),
     ],
 )
-def test_bad_input_is_one_line_and_exit_code_2(run, args, message):
+def test_bad_input_is_one_line_and_exit_code_2(run, monkeypatch, args, message):
+    # Before weights are read, which may take minutes.
+    monkeypatch.setattr(checkpoints, "load_weights", lambda *_, **__: pytest.fail("too late"))
     code, out, err = run(*args)
     assert code == 2 and out == ""
     assert err.startswith("error: ") and err.count("\n") == 1
@@ -453,6 +465,49 @@ def test_lookahead_flags_reach_its_settings(run):
     expected = {"window_size": 3, "ngram_size": 4, "num_candidates": 2}
     assert expected.items() <= row["settings"].items()
     assert len(row["accepted_by_position"]) == 3
+
+
+def test_lookup_and_lookahead_flags_reach_auto(run, monkeypatch):
+    reached = []
+
+    def stream(model, prompts, config, drafter, **options):
+        reached.append(drafter)
+        raise _Reached("so far")
+
+    monkeypatch.setattr(decode.jaxspec, "stream", stream)
+    args = ["--prompt", "x", "--json", "--spec", "auto"]
+    run(*args)
+    widths = ["--num-draft-tokens", 5, "--num-draft-tokens", 2, "--match", "first"]
+    run(*args, *widths)
+    run(*args, "--num-draft-tokens", 4, "--window-size", 3, "--lookahead-ngram-size", 4)
+    assert reached == [
+        jaxspec.Auto((3, 7)),
+        jaxspec.Auto((2, 5), match="first"),
+        jaxspec.Auto((4,), jaxspec.Lookahead(3, 4, 1)),
+    ]
+
+
+def test_what_auto_chose_by_is_told(run):
+    args = ["--prompt", "def f(x):\n", "--max-new-tokens", 21, "--spec", "auto", "--compare"]
+    code, out, err = run(*args, "--num-draft-tokens", 2, "--json")
+    (row,) = objects(out)
+    assert (code, err) == (0, "") and row["equal"]
+    # The runs that are timed find the costs known: the time is that of the first.
+    assert row["measure_seconds"] > 0 and row["compile_seconds"] > 0
+    assert len(row["step_costs"]) == 2 and row["step_costs"][0] == 1
+    (plain,) = objects(run(*args[:4], "--json")[1])
+    assert plain["step_costs"] is None
+
+
+def test_a_seed_for_each_prompt(run):
+    args = ["--max-new-tokens", 20, "--temperature", 1, "--json"]
+    prompts = ["--prompt", "def f", "--prompt", "def f"]
+    rows = objects(run(*prompts, *args, "--seed", 3, "--seed", 4)[1])
+    assert [row["settings"]["seed"] for row in rows] == [3, 4]
+    for seed, row in zip((3, 4), rows, strict=True):
+        (alone,) = objects(run(*prompts[:2], *args, "--seed", seed)[1])
+        assert row["token_ids"] == alone["token_ids"] and alone["settings"]["seed"] == seed
+    assert rows[0]["token_ids"] != rows[1]["token_ids"]
 
 
 @pytest.mark.parametrize("spec", ["none", "promptlookup", "lookahead", "auto"])
