@@ -4,13 +4,9 @@ import importlib.util
 import os
 from pathlib import Path
 
-# Eight devices on two cores may wait for each other for long: XLA would abort after 40 seconds.
-os.environ.setdefault(
-    "XLA_FLAGS",
-    "--xla_force_host_platform_device_count=8 "
-    "--xla_cpu_collective_call_warn_stuck_timeout_seconds=120 "
-    "--xla_cpu_collective_call_terminate_timeout_seconds=600",
-)
+from tests.devices import xla_flags
+
+os.environ.setdefault("XLA_FLAGS", xla_flags(8))
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import jax

@@ -23,6 +23,7 @@ from checkpoints.safetensors_io import StoredTensor
 from jaxspec.config import Qwen3Config
 from jaxspec.sharding import make_mesh
 from tests.checkpoints.converting import write_checkpoint
+from tests.devices import xla_flags
 
 ROOT = Path(__file__).parents[2]
 CONFIG = Qwen3Config(97, 48, 96, 2, 8, 2, 16, 1e-6, 1e4, 256)
@@ -45,7 +46,7 @@ def unread(monkeypatch):
 
 def start(code: str, *arguments: object, num_devices: int) -> subprocess.Popen[str]:
     """Run code in a fresh interpreter with so many CPU devices."""
-    flags = f"--xla_force_host_platform_device_count={num_devices}"
+    flags = xla_flags(num_devices)
     return subprocess.Popen(
         [sys.executable, "-c", textwrap.dedent(code), *map(str, arguments)],
         stdout=subprocess.PIPE,

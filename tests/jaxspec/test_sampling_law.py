@@ -12,8 +12,8 @@ from jaxspec.request import make_request, sampling_mode
 from jaxspec.sampling import process_logits
 from tests.jaxspec.models import random_model
 
-# 2e5 draws of the verifier alone are in test_sampling.py.
-NUM_IDS, NUM_DRAWS, BATCH_SIZE = 5, 40_000, 20_000
+# The verifier alone, on trees of candidates, is in test_sampling.py.
+NUM_IDS, NUM_DRAWS, BATCH_SIZE = 5, 200_000, 20_000
 TINY = dict(
     vocab_size=NUM_IDS, hidden_size=16, intermediate_size=16, num_hidden_layers=1,
     num_attention_heads=1, num_key_value_heads=1, head_dim=16,
@@ -28,7 +28,9 @@ DRAFTERS = [
 ]
 SETTINGS = [
     {"temperature": 0.7},
-    {"temperature": 1.0, "top_k": 3, "top_p": 0.9},
+    {"temperature": 1.0},
+    {"temperature": 1.0, "top_k": 2},
+    {"temperature": 0.7, "top_p": 0.9},
 ]
 
 

@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.devices import xla_flags
+
 ROOT = Path(__file__).parents[2]
 # What README states: a process that is gone ends the others within so many seconds.
 STATED_SECONDS = 40
@@ -27,7 +29,7 @@ def free_port() -> int:
 
 def start(*args: str, num_devices: int, **options) -> subprocess.Popen:
     environment = os.environ | {
-        "XLA_FLAGS": f"--xla_force_host_platform_device_count={num_devices}",
+        "XLA_FLAGS": xla_flags(num_devices),
         "PYTHONPATH": str(ROOT),
         "JAX_PLATFORMS": "cpu",
     }
