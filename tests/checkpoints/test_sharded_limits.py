@@ -59,7 +59,7 @@ def start(code: str, *arguments: object, num_devices: int) -> subprocess.Popen[s
 
 def output_of(process: subprocess.Popen[str]) -> str:
     try:
-        out, errors = process.communicate(timeout=120)
+        out, errors = process.communicate(timeout=300)
     finally:
         process.kill()
     assert process.returncode == 0, errors

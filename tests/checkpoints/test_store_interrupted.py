@@ -26,8 +26,9 @@ NUM_KILLS = 8
 # Large enough that writing takes most of the time.
 CONFIG = Qwen3Config(4096, 256, 768, 2, 8, 4, 32, 1e-6, 1e4, 256, tie_word_embeddings=False)
 
-# One interpreter imports once and forks a converter for each kill. JAX starts its threads in the
-# children only.
+# One interpreter imports once and forks a converter for each kill: at shares of the bytes, which
+# are sure to fall between the first and the last write, and at moments of the clock. JAX starts
+# its threads in the children only.
 KILLER = """
     import json, os, shutil, signal, sys, time, warnings
     from pathlib import Path
@@ -45,11 +46,18 @@ KILLER = """
         found = contents(target)
         return next((name for name, known in states.items() if known == found), "broken")
 
-    def fork(source):
+    def fork(source, kill_at=2.0):
+        # The child kills itself once that share of the bytes is written.
         child = os.fork()
         if child == 0:
+            def on_progress(done, total):
+                if done >= kill_at * total:
+                    os.kill(os.getpid(), signal.SIGKILL)
+
             try:
-                checkpoints.convert(source, target, to=to, overwrite=True)
+                checkpoints.convert(
+                    source, target, to=to, overwrite=True, on_progress=on_progress
+                )
             except BaseException:
                 os._exit(1)
             os._exit(0)
@@ -58,29 +66,34 @@ KILLER = """
     def run(source):
         return os.waitpid(fork(source), 0)[1]
 
-    def kill(delay):
+    def killed_at(share):
+        return fork(new, share)
+
+    def killed_after(delay):
         child = fork(new)
         time.sleep(delay)
         os.kill(child, signal.SIGKILL)
+        return child
+
+    def outcome(child):
         is_killed = os.WIFSIGNALED(os.waitpid(child, 0)[1])
         return [is_killed, len(list(target.parent.glob(".*"))), state()]
 
     saved = old.with_name("saved")
     assert run(old) == 0
     target.rename(saved)
-    seconds = []
-    for _ in range(2):
-        begin = time.perf_counter()
-        assert run(new) == 0
-        seconds.append(time.perf_counter() - begin)
+    begin = time.perf_counter()
+    assert run(new) == 0
+    seconds = time.perf_counter() - begin
     report = {"absent": [], "old": []}
     for i in range(num_kills):
         for before in report:
-            shutil.rmtree(target, ignore_errors=True)
-            if before == "old":
-                shutil.copytree(saved, target)
-            assert state() == before
-            report[before].append(kill(min(seconds) * i / (num_kills - 1)))
+            for kill, most in ((killed_at, 1.0), (killed_after, seconds)):
+                shutil.rmtree(target, ignore_errors=True)
+                if before == "old":
+                    shutil.copytree(saved, target)
+                assert state() == before
+                report[before].append((kill.__name__, *outcome(kill(most * i / (num_kills - 1)))))
     assert run(new) == 0
     print(json.dumps(report | {"last": state(), "left": [p.name for p in target.parent.iterdir()]}))
 """
@@ -102,13 +115,15 @@ def test_kills_at_any_moment_leave_the_destination_whole(tmp_path, to):
     )
     assert result.returncode == 0, result.stderr
     report = json.loads(result.stdout)
-    outcomes = report["absent"] + report["old"]
-    num_killed = sum(is_killed for is_killed, _, _ in outcomes)
-    num_halfway = sum(is_killed and num_hidden > 0 for is_killed, num_hidden, _ in outcomes)
-    print(f"{to}: {num_killed} of {len(outcomes)} killed, {num_halfway} of them while writing")
-    assert {state for _, _, state in report["absent"]} <= {"absent", "new"}
-    assert {state for _, _, state in report["old"]} <= {"old", "new"}
-    assert num_halfway >= NUM_KILLS // 2
+    for before in ("absent", "old"):
+        ends = {"killed_at": [], "killed_after": []}
+        for kind, is_killed, num_hidden, state in report[before]:
+            ends[kind].append((is_killed, num_hidden > 0, state))
+        # While bytes are written nothing is in place yet, and something half-written is beside it.
+        assert ends["killed_at"] == [(True, True, before)] * NUM_KILLS
+        # At a moment of the clock it may be over, and the new one is in place.
+        print(f"{to}, {before}: {ends['killed_after']}")
+        assert {state for _, _, state in ends["killed_after"]} <= {before, "new"}
     # The next conversion removes what the killed ones left.
     assert report["last"] == "new" and report["left"] == ["out"]
 

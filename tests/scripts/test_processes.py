@@ -160,7 +160,7 @@ def test_a_process_that_stays_alone_gives_up(index):
         stderr=subprocess.PIPE,
         text=True,
     )
-    ((code, out, err),) = finish([process], timeout=60)
+    ((code, out, err),) = finish([process], timeout=120)
     assert code == 2 and out == ""
     assert "did not come together within 8 seconds" in err
 
