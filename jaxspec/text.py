@@ -18,7 +18,8 @@ def encode(tokenizer: Any, text: str) -> list[int]:
         text.encode("utf-8")
     except UnicodeEncodeError:
         raise ValueError("the prompt is not valid UTF-8 text") from None
-    ids = list(tokenizer(text, add_special_tokens=False)["input_ids"])
+    # Not verbose: of what is too long this package speaks itself, in one line.
+    ids = list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
     if not ids:
         raise ValueError("the prompt is empty: expected at least one token")
     return ids

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 
 import pytest
 from hypothesis import given, settings
@@ -38,6 +39,23 @@ def test_streamed_text_is_the_text(text, chunk):
     stream = TextStream(tokenizer)
     parts = [stream.push(ids[i : i + chunk]) for i in range(0, len(ids), chunk)]
     assert "".join(parts) + stream.flush() == decode(tokenizer, ids) == text
+
+
+def test_a_text_beyond_the_tokenizers_length_is_encoded_without_a_word(monkeypatch):
+    """What is too long for the model is said by its own line, which counts the new tokens too."""
+    tokenizer = load_tokenizer(BUNDLED_MODEL)
+    said = []
+    handler = logging.Handler()
+    monkeypatch.setattr(handler, "emit", said.append)
+    logger = logging.getLogger("transformers")
+    logger.addHandler(handler)
+    text = "x = 1\n" * tokenizer.model_max_length
+    try:
+        assert len(encode(tokenizer, text)) > tokenizer.model_max_length and not said
+        # It does speak where it is not told not to.
+        assert len(tokenizer(text)["input_ids"]) > tokenizer.model_max_length and len(said) == 1
+    finally:
+        logger.removeHandler(handler)
 
 
 @given(st.lists(st.integers(0, len(byte_tokenizer()) - 1), max_size=40), st.integers(1, 7))
