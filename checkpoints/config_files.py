@@ -24,15 +24,15 @@ def read_config(directory: Path) -> Qwen3Config:
       OSError: a file cannot be read.
       ValueError: a file is malformed, or the model is not a supported dense Qwen3.
     """
+    aside = left_aside(directory)
+    hint = f"; a killed conversion left the old one at {aside}: rename it back" if aside else ""
     if not directory.exists():
-        aside = left_aside(directory)
-        hint = f"; a killed conversion left the old one at {aside}: rename it back" if aside else ""
         raise FileNotFoundError(f"{directory}: no such directory{hint}")
     if not directory.is_dir():
         raise NotADirectoryError(f"{directory}: not a directory")
     path = directory / CONFIG_FILE
     if not path.exists():
-        raise FileNotFoundError(f"{path}: no such file (a Hugging Face checkpoint has one)")
+        raise FileNotFoundError(f"{path}: no such file (a Hugging Face checkpoint has one){hint}")
     config = read_object(path)
     parsed = _parse(path, config)
     generation_path = directory / GENERATION_CONFIG_FILE

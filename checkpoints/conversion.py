@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import fractions
 import os
 import re
 import shutil
@@ -37,6 +38,9 @@ _COPIED = (
     "README.md",
 )
 _NOT_COPIED = {INDEX_FILE, MARKER_FILE}
+# All that a checkpoint has at its top: ours, those of `save_pretrained`, downloads from the hub.
+_FILES = (*(name for name in _COPIED if "/" not in name), "*.safetensors", ".gitattributes")
+_FOLDERS = {"additional_chat_templates", ".cache"}
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 
@@ -86,11 +90,13 @@ def convert(
       to: "orbax" or "hf".
       dtype: of the written weights: float32, bfloat16 or float16; None = as stored.
       max_shard_bytes: "hf": most bytes of tensors in one file; a single tensor may exceed it.
-      overwrite: replace a checkpoint at the destination, once the new one is complete.
+      overwrite: replace a checkpoint at the destination, once the new one is complete; nothing
+        but a checkpoint is replaced.
       on_progress: called with the bytes written so far and those of all tensors.
 
     Raises:
-      FileExistsError: the destination exists and may not be replaced.
+      FileExistsError: the destination exists and may not be replaced: without `overwrite`, or
+        because it is no checkpoint or holds something else besides.
       FileNotFoundError: the source or a file it needs does not exist.
       OSError: a file cannot be read or written.
       ValueError: an argument is out of range, source and destination overlap, the source is
@@ -124,10 +130,10 @@ def parse_size(text: str) -> int:
     Raises:
       ValueError: the text is no size.
     """
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Z]*)", text.strip().upper(), re.ASCII)
+    match = re.fullmatch(r"(\d{1,30}(?:\.\d{1,30})?)\s*([A-Z]*)", text.strip().upper(), re.ASCII)
     if not match or match[2] not in _UNITS:
         raise ValueError(f"{text!r} is no size such as 5GB, 300MB or 1000000")
-    return int(float(match[1]) * _UNITS[match[2]])
+    return int(fractions.Fraction(match[1]) * _UNITS[match[2]])
 
 
 class _Progress:
@@ -150,10 +156,36 @@ def _check_places(origin: Path, target: Path, overwrite: bool) -> None:
     if target in origin.parents:
         raise ValueError(f"{target}: the source {origin} lies inside the destination")
     if overwrite and target.is_dir() and any(target.iterdir()):
-        if not (target / CONFIG_FILE).exists():
+        reason = _why_no_checkpoint(target)
+        if reason is not None:
             raise FileExistsError(
-                f"{target}: has no {CONFIG_FILE}, so it is no checkpoint and is not overwritten"
+                f"{target}: {reason}, so it is no checkpoint and is not overwritten"
             )
+
+
+def _why_no_checkpoint(target: Path) -> str | None:
+    """Return why a directory may hold what a conversion could not give back, or None."""
+    path = target / CONFIG_FILE
+    if not path.exists():
+        return f"has no {CONFIG_FILE}"
+    try:
+        is_model = "model_type" in read_object(path)
+    except (ValueError, OSError):
+        is_model = False
+    if not is_model:
+        return f"its {CONFIG_FILE} names no model_type"
+    is_converted = (target / MARKER_FILE).exists()
+    if not is_converted and not any(target.glob("*.safetensors")):
+        return "has no weights"
+    folders = _FOLDERS | ({WEIGHTS_FOLDER} if is_converted else set())
+    for entry in sorted(target.iterdir()):
+        if entry.is_dir() and not entry.is_symlink():
+            is_known = entry.name in folders
+        else:
+            is_known = any(entry.match(pattern) for pattern in _FILES)
+        if not is_known:
+            return f"holds {entry.name!r}"
+    return None
 
 
 def _tensors(origin: Path, wanted: np.dtype | None) -> list[TensorToWrite]:

@@ -55,6 +55,9 @@ def written_beside(directory: Path, *, overwrite: bool = False) -> Iterator[Path
         else:
             _rename(temporary, directory)
         _sync_directory(directory.parent)
+        # Now that the place is taken: what other writers moved aside is of no use any more.
+        for path in _left_behind(directory, "old"):
+            shutil.rmtree(path, ignore_errors=True)
     except OSError as error:
         raise _renamed(error, temporary, directory) from None
     finally:
@@ -114,10 +117,9 @@ def _is_running(process: int) -> bool:
 
 def _clean_up_after_killed_writers(directory: Path) -> None:
     for path in _left_behind(directory, "old"):
-        # Killed between the two renames of `_swap`: the old directory goes back.
-        if directory.exists():
-            shutil.rmtree(path, ignore_errors=True)
-        else:
+        # Killed between the two renames of `_swap`: the old directory goes back, unless something
+        # else has come there since.
+        if _is_free(directory):
             path.rename(directory)
     for path in _left_behind(directory, "new"):
         shutil.rmtree(path, ignore_errors=True)
@@ -144,7 +146,8 @@ def _swap(temporary: Path, directory: Path) -> None:
     except BaseException:
         aside.rename(directory)
         raise
-    shutil.rmtree(aside, ignore_errors=True)
+    # Under this name it is removed, now or after a kill, and never put back.
+    aside.rename(temporary)
 
 
 def _exchange(first: Path, second: Path) -> bool:

@@ -17,6 +17,7 @@ _WANTED = (
     "*.jinja",
     "tokenizer*",
     "LICENSE*",
+    "NOTICE*",
     "README.md",
 )
 _UNWANTED = ("*/*.safetensors", "onnx/*")

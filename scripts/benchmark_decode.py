@@ -13,9 +13,8 @@ import jax
 import meshes
 import plotting
 import rich.box
-import rich.console
 from options import PROMPTS, dtype_option, model_option, out_option, prompts_option
-from reporting import machine, mesh_sizes, report
+from reporting import machine, mesh_sizes, print_table, report
 from rich.table import Table
 
 import checkpoints
@@ -295,4 +294,4 @@ def _table(*columns: str) -> Table:
 
 
 def _print(table: Table) -> None:
-    rich.console.Console(width=140).print(table)
+    print_table(table, width=140)

@@ -13,7 +13,6 @@ import command
 import jax
 import meshes
 import rich.box
-import rich.console
 from options import (
     KERNELS,
     PROMPTS,
@@ -24,7 +23,7 @@ from options import (
     out_option,
     prompts_option,
 )
-from reporting import machine, mesh_sizes, report
+from reporting import machine, mesh_sizes, print_table, report
 from rich.table import Table
 
 import checkpoints
@@ -307,4 +306,4 @@ def _print(rows: Sequence[Row], fields: Sequence[str]) -> None:
                 for cell in cells
             )
         )
-    rich.console.Console(width=150, markup=False).print(table)
+    print_table(table, width=150)

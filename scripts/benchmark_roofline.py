@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 import click
 from options import integers, out_option
+from reporting import json_line
 from roofline import (
     Setting,
     break_even,
@@ -81,7 +81,7 @@ def roofline(out: str | None, tables: tuple[str, ...], rows: tuple[int, ...], **
     found = [[predict(setting) for setting in group] for group in settings(rows=rows, **flags)]
     if out is not None:
         with open(out, "a", encoding="utf-8") as file:
-            file.writelines(json.dumps(row) + "\n" for group in found for row in group)
+            file.writelines(json_line(row) + "\n" for group in found for row in group)
     for name in tables:
         lines = hardware_table() if name == "hardware" else table(found, *TABLES[name])
         click.echo(f"\n{name}\n\n" + "\n".join(lines))

@@ -131,6 +131,12 @@ def step(**flags: Any) -> int:
                 raise click.UsageError(f"{flag} is of one device: leave out --mesh, --tp and --dp")
         if flags["part_of"] != (1,):
             raise click.UsageError("--part-of is of one device: leave out --mesh, --tp and --dp")
+    if flags["has_peers"]:
+        for name in ("torch", "transformers"):
+            if importlib.util.find_spec(name) is None:
+                raise click.UsageError(f"--peers needs {name}, which is not installed")
+        # Before JAX starts: it would take most of the memory for itself.
+        os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     mesh = meshes.make_mesh(flags)
     for shape in flags["shapes"]:
         for num_shards in (model_size(mesh), *flags["part_of"]):
@@ -138,12 +144,6 @@ def step(**flags: Any) -> int:
                 shard_config(config_of(shape), num_shards)
             except ValueError as error:
                 raise click.UsageError(f"--shape {shape}: {error}") from None
-    if flags["has_peers"]:
-        for name in ("torch", "transformers"):
-            if importlib.util.find_spec(name) is None:
-                raise click.UsageError(f"--peers needs {name}, which is not installed")
-        # Before JAX starts: it would take most of the memory for itself.
-        os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     if not flags["is_cold"]:
         command.enable_compilation_cache()
     elif jax.config.jax_compilation_cache_dir is not None:

@@ -13,6 +13,7 @@ import click
 import command
 import jax
 import rich.console
+from click.core import ParameterSource
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
 import checkpoints
@@ -68,6 +69,9 @@ def main(
             overwrite=overwrite,
             on_progress=lambda done, total: progress.update(task, completed=done, total=total),
         )
+    source_of = click.get_current_context().get_parameter_source
+    if to != "hf" and source_of("max_shard_size") is not ParameterSource.DEFAULT:
+        click.echo("note: --max-shard-size has no effect without --to hf", err=True)
     click.echo(
         f"{written.directory}: {written.num_tensors} tensors, {written.num_bytes / 1e6:.1f} MB, "
         f"{' and '.join(written.dtypes)}, in {time.perf_counter() - start:.1f} s"

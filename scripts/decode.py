@@ -6,7 +6,7 @@ python scripts/decode.py --spec promptlookup
 from __future__ import annotations
 
 import dataclasses
-import json
+import math
 import re
 import sys
 import time
@@ -19,6 +19,7 @@ import command
 import jax
 import meshes
 import terminal
+from reporting import json_line
 
 import checkpoints
 import jaxspec
@@ -367,7 +368,13 @@ def report(decoder: Decoder, flags: dict[str, Any], drafter: Drafting) -> int:
         pass
     elif as_json:
         for row in rows:
-            click.echo(json.dumps(row, ensure_ascii=False))
+            click.echo(json_line(row, ensure_ascii=False))
+        if any(not math.isfinite(value) for row in rows for value in row.get("logprobs", ())):
+            click.echo(
+                f"note: log-probabilities that are not finite are null; with {rows[0]['dtype']} "
+                "the model may overflow, try --dtype float32 or bfloat16",
+                err=True,
+            )
     else:
         if not live:
             for row in rows:

@@ -23,7 +23,7 @@ def check(path: str) -> None:
     if not Path(path).resolve().parent.is_dir():
         raise click.UsageError(f"--plot {path}: the directory does not exist")
     if importlib.util.find_spec("matplotlib") is None:
-        raise click.UsageError("--plot needs matplotlib: pip install 'jaxspec[plot]'")
+        raise click.UsageError("--plot needs matplotlib: pip install -e '.[plot]'")
 
 
 def plot(rows: Sequence[Row], totals: Sequence[Row], path: str, *, title: str) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import rich.box
-import rich.console
+from reporting import print_table
 from rich.table import Table
 
 Row = dict[str, Any]
@@ -125,7 +125,7 @@ def _print(title: str, columns: Sequence[tuple[str, str, str]], rows: Sequence[R
                          overflow="ellipsis", max_width=64 if is_name else None)  # fmt: skip
     for row in rows:
         table.add_row(*(_cell(row.get(field), form) for _, field, form in columns))
-    rich.console.Console(width=150, markup=False).print(table)
+    print_table(table, width=150)
 
 
 def _cell(value: Any, form: str) -> str:

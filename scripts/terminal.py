@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import click
+import reporting
 import rich.box
-import rich.console
 from rich.table import Table
 
 import jaxspec
@@ -123,7 +123,7 @@ def print_table(rows: Sequence[dict[str, Any]]) -> None:
         table.add_row(*cells)
     # A terminal's width is its own; a file's is whatever the table takes.
     width = None if sys.stdout.isatty() else 120
-    rich.console.Console(width=width).print(table)
+    reporting.print_table(table, width=width)
     for row in rows:
         if row["num_drafted"]:
             click.echo(acceptance_line(row))

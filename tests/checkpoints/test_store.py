@@ -193,13 +193,14 @@ def test_nothing_is_logged(tmp_path, capfd, caplog):
 
 @pytest.mark.parametrize(
     ("text", "size"),
-    [("5GB", 5 * 10**9), ("1.5 mb", 1_500_000), ("2GiB", 2**31), ("12", 12), (" 3KB", 3000)],
+    [("5GB", 5 * 10**9), ("1.5 mb", 1_500_000), ("2GiB", 2**31), ("12", 12), (" 3KB", 3000)]
+    + [("9007199254740993", 2**53 + 1), ("9" * 30, 10**30 - 1)],
 )
 def test_sizes(text, size):
     assert checkpoints.parse_size(text) == size
 
 
-@pytest.mark.parametrize("text", ["", "GB", "5X", "-1GB", "5 GB 6", "5G B", "١GB"])
+@pytest.mark.parametrize("text", ["", "GB", "5X", "-1GB", "5 GB 6", "5G B", "١GB", "9" * 400])
 def test_texts_that_are_no_size(text):
     with pytest.raises(ValueError) as raised:
         checkpoints.parse_size(text)

@@ -12,7 +12,7 @@ import pytest
 
 import checkpoints
 from checkpoints import conversion, store
-from tests.checkpoints.converting import write_checkpoint
+from tests.checkpoints.converting import contents, write_checkpoint
 from tests.checkpoints.malformed import change_json, error_of
 from tests.helpers import make_tokenizer
 
@@ -223,6 +223,44 @@ def test_destinations_that_are_taken(sound, tmp_path):
     assert refusal(NotADirectoryError, source, file, overwrite=True) == f"{file}: not a directory"
     assert refusal(FileExistsError, source, file / "below") == (f"[Errno 17] File exists: '{file}'")
     assert [path.name for path in out.iterdir()] == ["novel.txt"]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "reason"),
+    [
+        ("thesis/chapter.tex", "Call me Ishmael.", "holds 'thesis'"),
+        ("optimizer.pt", "", "holds 'optimizer.pt'"),
+        ("weights/theirs", "", "holds 'weights'"),
+        ("config.json", '{"port": 8080}', "its config.json names no model_type"),
+        ("config.json", "port = 8080", "its config.json names no model_type"),
+        ("model.safetensors", None, "has no weights"),
+    ],
+)
+def test_a_destination_with_more_than_a_checkpoint(tmp_path, name, content, reason):
+    """What a conversion could not give back is not replaced."""
+    source, out = write_checkpoint(tmp_path / "source", seed=1), write_checkpoint(tmp_path / "out")
+    path = out / name
+    path.parent.mkdir(exist_ok=True)
+    if content is None:
+        path.unlink()
+    else:
+        path.write_text(content)
+    before = {p.relative_to(out): p.read_bytes() for p in out.rglob("*") if p.is_file()}
+    assert refusal(FileExistsError, source, out, overwrite=True) == (
+        f"{out}: {reason}, so it is no checkpoint and is not overwritten"
+    )
+    assert before == {p.relative_to(out): p.read_bytes() for p in out.rglob("*") if p.is_file()}
+
+
+@pytest.mark.parametrize("to", ["orbax", "hf"])
+def test_a_download_or_a_conversion_with_all_its_files_is_overwritten(tmp_path, to):
+    source, out = write_checkpoint(tmp_path / "source", seed=1), tmp_path / "out"
+    checkpoints.convert(write_checkpoint(tmp_path / "older"), out, to=to)
+    for name in ("LICENSE", "merges.txt", ".gitattributes", ".cache/huggingface/a.lock"):
+        (out / name).parent.mkdir(parents=True, exist_ok=True)
+        (out / name).touch()
+    checkpoints.convert(source, out, to=to, overwrite=True)
+    assert contents(out) == contents(source)
 
 
 def test_a_parent_that_cannot_be_written(sound, tmp_path, monkeypatch):

@@ -262,6 +262,35 @@ def test_an_old_one_that_a_killed_writer_moved_aside_comes_back(pair):
     assert [path.name for path in destination.parent.iterdir()] == ["out"]
 
 
+def test_an_old_one_moved_aside_outlives_a_place_made_anew_and_a_full_disk(pair, monkeypatch):
+    """Until a new checkpoint is in place, the one moved aside may be the only one."""
+    source, destination = pair
+    destination.rename(beside(destination, "old", dead_process()))
+    destination.mkdir()
+    with pytest.raises(FileNotFoundError, match="left the old one at .*: rename it back$"):
+        checkpoints.load(destination)
+
+    def fail(*_):
+        raise OSError(errno.ENOSPC, "full")
+
+    with pytest.raises(OSError, match="No space left"):
+        checkpoints.convert(source, destination, overwrite=True, on_progress=fail)
+    assert_untouched(destination)
+
+    # Somebody else's directory has come in its place: neither is lost.
+    aside = destination.rename(beside(destination, "old", dead_process()))
+    destination.mkdir()
+    (destination / "theirs").touch()
+    for overwrite in (False, True):
+        with pytest.raises(FileExistsError):
+            checkpoints.convert(source, destination, overwrite=overwrite)
+    assert contents(aside) == contents(source.parent / "older")
+    assert [path.name for path in destination.iterdir()] == ["theirs"]
+    (destination / "theirs").unlink()
+    checkpoints.convert(source, destination, overwrite=True)
+    assert contents(destination) == contents(source) and not aside.exists()
+
+
 def test_loading_names_an_old_one_that_was_moved_aside(pair):
     source, destination = pair
     destination.with_name(".out.old-notes").mkdir()

@@ -96,6 +96,17 @@ def test_rows_groups_and_table(run, tmp_path):
     assert "smallest gap between the two best logits, float32" in out
 
 
+def test_ids_of_prompts_are_text(run, tmp_path):
+    """Brackets and colons are no markup of the table."""
+    ids = ["a[/b]", "list[int] x", ":bug:"]
+    file = tmp_path / "odd.jsonl"
+    file.write_text("".join(json.dumps({"id": i, "prompt": "def f(x):\n"}) + "\n" for i in ids))
+    code, out, err = run("--max-new-tokens", 4, prompts=file)
+    assert (code, err) == (0, "")
+    table = "".join(line for line in out.splitlines() if not line.startswith("{"))
+    assert all(i in table for i in ids)
+
+
 def test_sweep_and_cost(run, monkeypatch):
     monkeypatch.setattr(tuning, "LOOKUP_NGRAMS", ((4, 1),))
     monkeypatch.setattr(tuning, "LOOKUP_DRAFTS", (1, 2))
@@ -217,7 +228,7 @@ def test_a_plot_without_matplotlib(run, monkeypatch, tmp_path):
     monkeypatch.setattr(plotting.importlib.util, "find_spec", lambda name: None)
     code, out, err = run("--plot", tmp_path / "plot.png")
     assert code == 2 and out == ""
-    assert err == "error: --plot needs matplotlib: pip install 'jaxspec[plot]'\n"
+    assert err == "error: --plot needs matplotlib: pip install -e '.[plot]'\n"
 
 
 def test_the_prompts_of_the_tree():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import sys
 
 import benchmark_step
@@ -176,8 +177,17 @@ def test_rows_of_peers(run_step, monkeypatch):
     bad = {"peer": "lookup", "error": "no"}
     monkeypatch.setattr(benchmark_step.importlib.util, "find_spec", lambda name: True)
     monkeypatch.setattr(peers, "run_apart", lambda label, limit: iter([row, bad]))
-    monkeypatch.setenv("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    # JAX must hear of it before it starts, which making a mesh does.
+    name, make_mesh, seen = "XLA_PYTHON_CLIENT_PREALLOCATE", benchmark_step.meshes.make_mesh, []
+    monkeypatch.setenv(name, "true")
+    monkeypatch.delenv(name)
+    monkeypatch.setattr(
+        benchmark_step.meshes,
+        "make_mesh",
+        lambda flags: seen.append(os.environ.get(name)) or make_mesh(flags),
+    )
     code, rows, out, err = run_step("--peers", "--no-step")
+    assert seen == ["false"]
     assert code == 1 and err == "peer tiny lookup: no\n"
     assert [entry["peer"] for entry in of(rows, "peer")] == ["generate", "lookup"]
     assert "generate" in out and "failed: peer tiny lookup: no" in out

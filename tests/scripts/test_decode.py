@@ -436,6 +436,25 @@ def test_a_prompt_file_that_is_not_utf8(run, tmp_path):
     assert code == 2 and "expected UTF-8 text" in err and err.count("\n") == 1
 
 
+def test_a_model_that_overflows_is_told_and_its_json_is_json(run, tmp_path):
+    model = random_model(3, vocab_size=320)
+    model.norm.weight[...] *= jnp.inf
+    path = tmp_path / "over[bold]flows"
+    checkpoints.save(model, path)
+    args = ["--prompt-ids", "1,2", "--max-new-tokens", 3]
+    code, out, err = run(*args, "--logprobs", 1, "--json", model=path)
+
+    def refuse(name):
+        raise ValueError(f"{name} is not JSON")
+
+    (row,) = (json.loads(line, parse_constant=refuse) for line in out.splitlines())
+    assert code == 0 and row["logprobs"] == [None] * 3
+    assert err.startswith("note: log-probabilities that are not finite are null; with float32 ")
+    assert err.count("\n") == 1
+    _, out, _ = run(*args, model=path)
+    assert "over[bold]flows, float32" in out
+
+
 def test_a_missing_model(run, tmp_path):
     code, _, err = run("--prompt", "x", model=tmp_path / "nowhere")
     assert code == 2 and "nowhere" in err and err.count("\n") == 1
