@@ -64,7 +64,7 @@ def decode(**flags: Any) -> None:
     files = list(flags["prompts"]) or sorted(map(str, PROMPTS.glob("*.jsonl")))
     prompts = [prompt for file in files for prompt in evaluation.read_prompts(file)]
     dtype = flags["dtype"] or ("float32" if jax.default_backend() == "cpu" else "bfloat16")
-    path = flags["model"] or checkpoints.BUNDLED_MODEL
+    path = checkpoints.BUNDLED_MODEL if flags["model"] is None else flags["model"]
     config = GenerateConfig(max_new_tokens=flags["max_new_tokens"])
     checkpoint = checkpoints.open_checkpoint(path)
     encoded = [text.encode(checkpoint.tokenizer, prompt.text) for prompt in prompts]

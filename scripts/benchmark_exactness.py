@@ -96,7 +96,7 @@ def exactness(**flags: Any) -> int:
     compared = comparisons(flags, is_float32=dtype == "float32")
     if mesh is not None:
         compared += mesh_comparisons(compared, is_float32=dtype == "float32")
-    path = flags["model"] or checkpoints.BUNDLED_MODEL
+    path = checkpoints.BUNDLED_MODEL if flags["model"] is None else flags["model"]
     checkpoint = checkpoints.open_checkpoint(path)
     ids = [text.encode(checkpoint.tokenizer, prompt.text) for prompt in prompts]
     config = GenerateConfig(max_new_tokens=flags["max_new_tokens"])

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import click
-from options import integers, out_option
+from options import POSITIVE, integers, out_option
 from reporting import json_line
 from roofline import (
     Setting,
@@ -53,7 +53,6 @@ TABLES: dict[str, tuple[_Columns, _Columns]] = {
     "experts": ((*_GPUS, ("GB held", "gb_held", ".1f")),
                 (("experts", "experts", ".1f"), ("GB read", "gb_read", ".2f"))),
 }  # fmt: skip
-POSITIVE = click.IntRange(min=1)
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"], "show_default": True})

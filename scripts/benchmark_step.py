@@ -22,7 +22,7 @@ import peers
 import step_tables
 from first_token import compile_prefill, measure_first_token, profile_prefill
 from jax.sharding import Mesh
-from options import KERNELS, dtype_option, integers, kernel_names, out_option
+from options import KERNELS, POSITIVE, dtype_option, integers, kernel_names, out_option
 from rates import measure_copy_rate, measure_product_rate, measure_read_rate
 from reporting import machine, mesh_sizes, report
 from shapes import SHAPES, config_of, key_value_bytes, random_model, weight_bytes
@@ -36,7 +36,6 @@ from jaxspec.request import capacity_for
 from jaxspec.sharding import data_size, model_size, shard_config
 
 Row = dict[str, Any]
-POSITIVE = click.IntRange(min=1)
 ROWS = "1,8,16,56,64,84,120,128"
 # The first is what Qwen3's card recommends in thinking mode.
 SAMPLING_SETTINGS: tuple[Row, ...] = (

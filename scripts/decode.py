@@ -19,6 +19,7 @@ import command
 import jax
 import meshes
 import terminal
+from options import model_option
 from reporting import json_line
 
 import checkpoints
@@ -80,11 +81,7 @@ SAMPLING_FLAGS = (
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"], "show_default": True})
-@click.option(
-    "--model",
-    default=None,
-    help="HF directory, converted directory or hub id.  [default: the bundled model]",
-)
+@model_option
 @click.option(
     "--spec",
     type=click.Choice(list(drafters.DRAFTERS)),
@@ -215,8 +212,6 @@ def main(**flags: Any) -> int:
     command.enable_compilation_cache()
     meshes.join_processes(flags)
     prompts = read_prompts(flags["prompt"], flags["prompt_file"], flags["prompt_ids"])
-    if flags["model"] == "":
-        raise click.UsageError("--model is empty: expected a directory or a hub id")
     if flags["kernels"] == "triton" and jax.default_backend() != "gpu":
         raise click.UsageError(f"--kernels triton needs a GPU, got {jax.default_backend()!r}")
     drafter = make_drafter(flags)

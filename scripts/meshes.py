@@ -8,6 +8,7 @@ import signal
 import socket
 import sys
 import threading
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -104,16 +105,22 @@ def join_processes(flags: Mapping[str, Any]) -> None:
     # JAX waits where Python does not hear of an interrupt.
     handler = signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:
-        jax.distributed.initialize(
-            flags["coordinator"],
-            flags["num_processes"],
-            flags["process_id"],
-            heartbeat_timeout_seconds=HEARTBEAT_SECONDS,
-            initialization_timeout=START_SECONDS,
-            shutdown_timeout_seconds=SHUTDOWN_SECONDS,
-        )
+        with warnings.catch_warnings(record=True) as told:
+            # Of what is missing to find the others: it belongs into the one line of the error.
+            warnings.simplefilter("always")
+            jax.distributed.initialize(
+                flags["coordinator"],
+                flags["num_processes"],
+                flags["process_id"],
+                heartbeat_timeout_seconds=HEARTBEAT_SECONDS,
+                initialization_timeout=START_SECONDS,
+                shutdown_timeout_seconds=SHUTDOWN_SECONDS,
+            )
     except ValueError as error:
-        raise click.UsageError(f"--distributed: no other processes were found: {error}") from None
+        reasons = " ".join(f"({warning.message})" for warning in told)
+        raise click.UsageError(
+            f"--distributed: no other processes were found: {error} {reasons}".rstrip()
+        ) from None
     except RuntimeError as error:
         raise ConnectionError(f"the processes of the run did not come together: {error}") from None
     finally:

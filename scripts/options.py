@@ -7,9 +7,23 @@ from pathlib import Path
 
 import click
 
+POSITIVE = click.IntRange(min=1)
 PROMPTS = Path(__file__).parents[1] / "benchmarks" / "prompts"
+
+
+def _not_empty(context: click.Context, option: click.Parameter, value: str | None) -> str | None:
+    """Return a model's directory or id, which an unset variable of a shell would leave empty."""
+    del context, option
+    if value == "":
+        raise click.UsageError("--model is empty: expected a directory or a hub id")
+    return value
+
+
 model_option = click.option(
-    "--model", default=None, help="HF model directory.  [default: the bundled model]"
+    "--model",
+    default=None,
+    callback=_not_empty,
+    help="HF directory, converted directory or hub id.  [default: the bundled model]",
 )
 prompts_option = click.option(
     "--prompts",

@@ -30,7 +30,13 @@ def run_apart(label: Row, time_limit: float | None) -> Iterator[Row]:
     """
     command = [sys.executable, __file__, json.dumps(label)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-    timer = threading.Timer(time_limit, process.kill) if time_limit is not None else None
+    is_late = threading.Event()
+
+    def stop() -> None:
+        is_late.set()  # first: whoever sees the process gone looks at it
+        process.kill()
+
+    timer = threading.Timer(time_limit, stop) if time_limit is not None else None
     try:
         if timer is not None:
             timer.start()
@@ -40,8 +46,8 @@ def run_apart(label: Row, time_limit: float | None) -> Iterator[Row]:
                 yield json.loads(line)
         code = process.wait()
         if code:
-            is_late = timer is not None and timer.finished.is_set()
-            yield {"peer": "process", "error": "time limit" if is_late else f"exit code {code}"}
+            reason = "time limit" if is_late.is_set() else f"exit code {code}"
+            yield {"peer": "process", "error": reason}
     finally:
         if timer is not None:
             timer.cancel()

@@ -48,7 +48,7 @@ class Hardware:
     """
 
     memory_bytes: float = _figure(141e9, "data sheet")
-    read_rate: float = _figure(4.5e12, "fitted; XLA reads at 4.39 to 4.47e12, a head at 4.68e12")
+    read_rate: float = _figure(4.5e12, "fitted; XLA reads at 4.37 to 4.55e12, a head at 4.68e12")
     program_rate: float = _figure(75e9, "measured of 12 programs of gate and up")
     kv_rate: float = _figure(3.8e12, "step at length 30000, one row")
     num_multiprocessors: int = _figure(132, "data sheet")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import json
 import time
 from pathlib import Path
@@ -10,6 +11,7 @@ from pathlib import Path
 import click
 import command
 import jax
+from options import POSITIVE
 
 import jaxspec
 from checkpoints.training.recipe import run
@@ -38,14 +40,22 @@ _SMALL = Recipe(
 )
 
 
-@click.command()
+@click.command(context_settings={"help_option_names": ["-h", "--help"]})
 @click.option("--out", type=click.Path(path_type=Path), help="Directory of the checkpoint.")
-@click.option("--minutes", default=8.0, show_default=True, help="Time for everything.")
-@click.option("--steps", type=int, help="Train for so many steps, whatever the time.")
+@click.option(
+    "--minutes",
+    type=click.FloatRange(min=0, min_open=True),
+    default=8.0,
+    show_default=True,
+    help="Time for everything.",
+)
+@click.option("--steps", type=POSITIVE, help="Train for so many steps, whatever the time.")
 @click.option("--attention", default="auto", type=click.Choice(["auto", "cudnn", "xla"]))
-@click.option("--batch-size", type=int, help="Windows of a step.")
-@click.option("--loop-rows", type=int, help="Windows of a step that are turned into loops.")
-@click.option("--max-bytes", type=int, help="Most training text.")
+@click.option("--batch-size", type=POSITIVE, help="Windows of a step.")
+@click.option(
+    "--loop-rows", type=click.IntRange(min=0), help="Windows of a step that are turned into loops."
+)
+@click.option("--max-bytes", type=POSITIVE, help="Most training text.")
 @click.option("--prompts", default=_PROMPTS, type=click.Path(path_type=Path), show_default=True)
 @click.option("--small", is_flag=True, help="A miniature model on little text, to try the script.")
 @click.option("--probe", "is_probe", is_flag=True, help="Only measure the speed of the step.")
@@ -64,6 +74,8 @@ def main(
 ) -> None:
     """Train, evaluate and export a small Qwen3 for Python."""
     start = time.monotonic()
+    if importlib.util.find_spec("optax") is None:
+        raise click.UsageError("training needs optax: pip install -e '.[train]'")
     command.enable_compilation_cache()
     recipe = _SMALL if small else Recipe()
     if batch_size is not None:

@@ -21,6 +21,14 @@ if importlib.util.find_spec("beartype") is not None:
     install_import_hook(["jaxspec", "pallas_kernels"], "beartype.beartype")
 
 
+if importlib.util.find_spec("hypothesis") is not None:
+    from hypothesis import settings
+
+    # The same examples in every run: what fails by chance is found where it is looked for.
+    settings.register_profile("fixed", deadline=None, derandomize=True)
+    settings.load_profile("fixed")
+
+
 def has_gpu() -> bool:
     """Return whether JAX sees an NVIDIA GPU."""
     return jax.default_backend() == "gpu"

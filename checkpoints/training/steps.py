@@ -5,15 +5,17 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import jax
 import jax.numpy as jnp
-import optax
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from jaxspec.model import Attention, FeedForward, Qwen3, rope_tables, rotate
+
+if TYPE_CHECKING:
+    import optax
 
 AttentionName = Literal["cudnn", "xla"]
 
@@ -172,6 +174,9 @@ def batch_loss(
 
 def make_optimizer(config: StepConfig) -> optax.GradientTransformation:
     """Return AdamW without its learning rate, which every step is given."""
+    # Imported here because only training needs it: the script says so where it is missing.
+    import optax
+
     return optax.chain(
         optax.clip_by_global_norm(config.max_grad_norm),
         optax.scale_by_adam(b1=0.9, b2=0.95, eps=1e-8),

@@ -216,9 +216,9 @@ def test_random_bytes_give_one_line(sources, raw, is_framed, tmp_path_factory):
 
 
 def fuzzed_copy(source: Path, tmp_path_factory) -> Path:
-    return Path(
-        shutil.copytree(source, tmp_path_factory.getbasetemp() / "fuzz", dirs_exist_ok=True)
-    )
+    # One folder for each source: files of another one would be read in place of these.
+    directory = tmp_path_factory.getbasetemp() / f"fuzz-{source.name}"
+    return Path(shutil.copytree(source, directory, dirs_exist_ok=True))
 
 
 def flip_bytes(path: Path, data: st.DataObject) -> None:

@@ -6,7 +6,6 @@ import ctypes
 import dataclasses
 import mmap
 import os
-import socket
 import subprocess
 import sys
 import textwrap
@@ -23,7 +22,7 @@ from checkpoints.safetensors_io import StoredTensor
 from jaxspec.config import Qwen3Config
 from jaxspec.sharding import make_mesh
 from tests.checkpoints.converting import write_checkpoint
-from tests.devices import xla_flags
+from tests.devices import free_port, xla_flags
 
 ROOT = Path(__file__).parents[2]
 CONFIG = Qwen3Config(97, 48, 96, 2, 8, 2, 16, 1e-6, 1e4, 256)
@@ -179,7 +178,7 @@ def test_loading_needs_little_memory_beyond_the_weights(tmp_path, dtype, num):
     scale = 1 if dtype == "bfloat16" else 2
     above = int(output_of(start(code, path, dtype, num_devices=num)))
     print("bytes above the weights / largest file:", above / file_size)
-    assert above <= 1.3 * file_size * scale
+    assert above <= 0.5 * file_size * scale
 
 
 @pytest.mark.slow
@@ -214,9 +213,7 @@ def test_several_processes_each_copy_their_own_parts(stored, tmp_path, size, is_
         except ValueError as error:
             print(error)
     """
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        address = f"localhost:{free.getsockname()[1]}"
+    address = f"localhost:{free_port()}"
     processes = [
         start(code, stored, tmp_path / "out", address, index, *size, num_devices=2)
         for index in range(2)

@@ -2,37 +2,39 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
+import re
+import resource
 import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
 import pytest
 
-from tests.devices import xla_flags
+from tests.devices import free_port, xla_flags
 
 ROOT = Path(__file__).parents[2]
 # What README states: a process that is gone ends the others within so many seconds.
 STATED_SECONDS = 40
+# By these JAX would find a cluster that the tests themselves run in.
+CLUSTER = re.compile("KUBERNETES_|SLURM_|OMPI_|PMI")
 SAMPLING = ("--temperature", "0.8", "--top-p", "0.9", "--seed", "3")
 
 
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
-
-
 def start(*args: str, num_devices: int, **options) -> subprocess.Popen:
-    environment = os.environ | {
+    environment = {name: value for name, value in os.environ.items() if not CLUSTER.match(name)}
+    environment |= {
         "XLA_FLAGS": xla_flags(num_devices),
         "PYTHONPATH": str(ROOT),
         "JAX_PLATFORMS": "cpu",
     }
+    environment |= options.pop("more_environment", {})
     return subprocess.Popen(
         [sys.executable, str(ROOT / "scripts" / "decode.py"), *args],
         env=environment,
@@ -53,7 +55,7 @@ def start_two(*args: str, more: tuple[tuple[str, ...], ...] = ((), ())) -> list[
     ]
 
 
-def finish(processes: list[subprocess.Popen], timeout: float = 240) -> list[tuple[int, str, str]]:
+def finish(processes: list[subprocess.Popen], timeout: float = 600) -> list[tuple[int, str, str]]:
     """Return exit code, standard output and standard error of each; kill what goes on."""
     ends = []
     try:
@@ -64,6 +66,23 @@ def finish(processes: list[subprocess.Popen], timeout: float = 240) -> list[tupl
         for process in processes:
             process.kill()
     return ends
+
+
+def wait_for_text(processes: list[subprocess.Popen]) -> None:
+    """Return once the first process decodes, which is when text comes; kill all if none does."""
+
+    def kill() -> None:
+        for process in processes:
+            process.kill()
+
+    alarm = threading.Timer(400, kill)
+    alarm.start()
+    try:
+        if not processes[0].stdout.read(1):
+            kill()
+            pytest.fail(f"no text: {processes[0].communicate()[1]}")
+    finally:
+        alarm.cancel()
 
 
 @pytest.mark.parametrize(
@@ -96,6 +115,16 @@ def test_two_processes_give_the_texts_of_one(mesh, args):
         assert report["mesh"] == {name: int(size) for name, size in sizes.items()}
 
 
+@pytest.fixture
+def no_core_files():
+    """Let an aborted process be gone at once: a file of its memory may take long to write."""
+    limits = resource.getrlimit(resource.RLIMIT_CORE)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, limits[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_CORE, limits)
+
+
+@pytest.mark.usefixtures("no_core_files")
 @pytest.mark.parametrize("victim", [0, 1])
 @pytest.mark.parametrize(
     "how, mesh",
@@ -106,8 +135,7 @@ def test_a_process_that_is_gone_ends_the_others(victim, how, mesh):
     args = ("--max-new-tokens", "3500", "--ignore-eos", "--mesh", mesh, "--show-drafts")
     processes = start_two(*args)
     try:
-        # It decodes once text comes.
-        assert processes[0].stdout.read(1)
+        wait_for_text(processes)
         os.kill(processes[victim].pid, how)
         started = time.monotonic()
         other = processes[1 - victim]
@@ -175,19 +203,36 @@ def test_a_port_in_use_is_refused():
     assert code == 2 and out == "" and f"--coordinator {address}: Address already in use" in err
 
 
+def test_what_is_missing_to_find_a_cluster_is_said_in_the_same_line():
+    ((code, out, err),) = finish(
+        [start("--distributed", num_devices=1, more_environment={"KUBERNETES_SERVICE_HOST": "x"})]
+    )
+    assert code == 2 and out == "" and len(err.strip().splitlines()) == 1
+    assert "--distributed: no other processes were found" in err
+    if importlib.util.find_spec("kubernetes") is None:
+        assert "pip install jax[k8s]" in err
+
+
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM])
 def test_a_process_that_waits_for_others_can_be_ended(how):
-    args = ("--coordinator", f"127.0.0.1:{free_port()}", "--num-processes", "2")
+    port = free_port()
+    args = ("--coordinator", f"127.0.0.1:{port}", "--num-processes", "2")
     process = start(*args, "--process-id", "0", "--tp", "2", num_devices=2)
-    time.sleep(8)
+    # It waits once it listens.
+    for _ in range(3000):
+        with socket.socket() as client:
+            if client.connect_ex(("127.0.0.1", port)) == 0:
+                break
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.1)
     process.send_signal(how)
-    ((code, out, _),) = finish([process], timeout=20)
+    ((code, out, _),) = finish([process], timeout=60)
     assert code == -how and out == ""
 
 
 def test_a_run_can_be_terminated():
     processes = start_two("--mesh", "model=8", "--max-new-tokens", "3500", "--ignore-eos")
-    assert processes[0].stdout.read(1)
+    wait_for_text(processes)
     processes[0].terminate()
     ((code, _, _), _) = finish(processes, timeout=STATED_SECONDS)
     assert code == -signal.SIGTERM
@@ -195,7 +240,7 @@ def test_a_run_can_be_terminated():
 
 def test_a_reader_that_leaves_ends_the_run():
     processes = start_two("--mesh", "model=8", "--max-new-tokens", "3500", "--ignore-eos")
-    assert processes[0].stdout.read(1)
+    wait_for_text(processes)
     processes[0].stdout.close()
     started = time.monotonic()
     try:
