@@ -106,6 +106,8 @@ def convert(
         raise ValueError(f"to={to!r} is none of orbax, hf")
     if max_shard_bytes < 1:
         raise ValueError(f"max_shard_bytes={max_shard_bytes} is not at least 1")
+    if os.fspath(destination) == "":
+        raise ValueError("the destination is empty: expected a directory")
     wanted = None if dtype is None else checked_dtype(dtype)
     origin, target = find_directory(source).resolve(), Path(destination).resolve()
     _check_places(origin, target, overwrite)

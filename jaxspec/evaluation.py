@@ -59,7 +59,13 @@ def read_prompts(path: str | os.PathLike[str]) -> list[Prompt]:
     """
     path = Path(path)
     prompts = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except UnicodeDecodeError as error:
+        raise ValueError(
+            f"{path}: expected UTF-8 text, got {error.reason} at byte {error.start}"
+        ) from None
+    for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue
         try:

@@ -13,7 +13,7 @@ import jax
 import meshes
 import plotting
 import rich.box
-from options import PROMPTS, dtype_option, model_option, out_option, prompts_option
+from options import PROMPTS, Duration, dtype_option, model_option, out_option, prompts_option
 from reporting import machine, mesh_sizes, print_table, report
 from rich.table import Table
 
@@ -44,7 +44,9 @@ from jaxspec.runner import Runner
 @click.option("--repeats", type=click.IntRange(min=1), default=3, help="Timed runs of each text.")
 @click.option("--sweep", is_flag=True, help="Also try many settings of each mode.")
 @click.option("--cost", is_flag=True, help="Also time a step by the rows of its block.")
-@click.option("--time-limit", type=float, default=None, help="Stop after about so many seconds.")
+@click.option(
+    "--time-limit", type=Duration(), default=None, help="Stop after about so many seconds."
+)
 @click.option("--plot", type=click.Path(dir_okay=False), help="Draw the acceptance, a PNG file.")
 @out_option
 def decode(**flags: Any) -> None:

@@ -16,6 +16,7 @@ import rich.box
 from options import (
     KERNELS,
     PROMPTS,
+    Duration,
     dtype_option,
     integers,
     kernel_names,
@@ -72,7 +73,7 @@ class Comparison:
 @click.option("--lookahead", help="W,N,G.  [default: the platform's]")
 @click.option(
     "--time-limit",
-    type=click.FloatRange(min=0, min_open=True),
+    type=Duration(),
     default=None,
     help="Start no new prompt after so many seconds.",
 )

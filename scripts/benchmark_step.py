@@ -22,7 +22,7 @@ import peers
 import step_tables
 from first_token import compile_prefill, measure_first_token, profile_prefill
 from jax.sharding import Mesh
-from options import KERNELS, POSITIVE, dtype_option, integers, kernel_names, out_option
+from options import KERNELS, POSITIVE, Duration, dtype_option, integers, kernel_names, out_option
 from rates import measure_copy_rate, measure_product_rate, measure_read_rate
 from reporting import machine, mesh_sizes, report
 from shapes import SHAPES, config_of, key_value_bytes, random_model, weight_bytes
@@ -107,7 +107,7 @@ SAMPLING_SETTINGS: tuple[Row, ...] = (
 )
 @click.option(
     "--time-limit",
-    type=click.FloatRange(min=0, min_open=True),
+    type=Duration(),
     default=None,
     help="Start nothing new after so many seconds; transformers is stopped then.",
 )

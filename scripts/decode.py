@@ -366,8 +366,8 @@ def report(decoder: Decoder, flags: dict[str, Any], drafter: Drafting) -> int:
             click.echo(json_line(row, ensure_ascii=False))
         if any(not math.isfinite(value) for row in rows for value in row.get("logprobs", ())):
             click.echo(
-                f"note: log-probabilities that are not finite are null; with {rows[0]['dtype']} "
-                "the model may overflow, try --dtype float32 or bfloat16",
+                "note: log-probabilities that are not finite are null: weights are not finite, or "
+                f"activations overflow {rows[0]['dtype']}",
                 err=True,
             )
     else:

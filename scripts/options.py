@@ -2,12 +2,30 @@
 
 from __future__ import annotations
 
+import math
 import os
 from pathlib import Path
+from typing import Any
 
 import click
 
 POSITIVE = click.IntRange(min=1)
+
+
+class Duration(click.FloatRange):
+    """A finite number above zero: of nan a range says nothing, and no clock passes it."""
+
+    def __init__(self) -> None:
+        super().__init__(min=0, min_open=True)
+
+    def convert(self, value: Any, param: Any, ctx: Any) -> Any:
+        """Return the number."""
+        number = super().convert(value, param, ctx)
+        if not math.isfinite(number):
+            self.fail(f"{value} is not a finite number.", param, ctx)
+        return number
+
+
 PROMPTS = Path(__file__).parents[1] / "benchmarks" / "prompts"
 
 

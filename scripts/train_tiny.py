@@ -11,7 +11,7 @@ from pathlib import Path
 import click
 import command
 import jax
-from options import POSITIVE
+from options import POSITIVE, Duration
 
 import jaxspec
 from checkpoints.training.recipe import run
@@ -44,7 +44,7 @@ _SMALL = Recipe(
 @click.option("--out", type=click.Path(path_type=Path), help="Directory of the checkpoint.")
 @click.option(
     "--minutes",
-    type=click.FloatRange(min=0, min_open=True),
+    type=Duration(),
     default=8.0,
     show_default=True,
     help="Time for everything.",

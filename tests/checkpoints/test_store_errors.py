@@ -252,6 +252,14 @@ def test_a_destination_with_more_than_a_checkpoint(tmp_path, name, content, reas
     assert before == {p.relative_to(out): p.read_bytes() for p in out.rglob("*") if p.is_file()}
 
 
+def test_an_empty_destination_is_not_the_current_directory(sound, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert refusal(ValueError, sound["hf"], "") == (
+        "the destination is empty: expected a directory"
+    )
+    assert list(tmp_path.iterdir()) == []
+
+
 @pytest.mark.parametrize("to", ["orbax", "hf"])
 def test_a_download_or_a_conversion_with_all_its_files_is_overwritten(tmp_path, to):
     source, out = write_checkpoint(tmp_path / "source", seed=1), tmp_path / "out"

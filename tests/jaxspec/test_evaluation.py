@@ -189,6 +189,7 @@ def test_prompts_are_read_with_their_kind(tmp_path):
     [
         ("", "some.jsonl: no prompts"),
         ("{", "some.jsonl, line 1: not JSON"),
+        ("\udcff", "some.jsonl: expected UTF-8 text, got invalid start byte at byte 0"),
         ('{"id": "a", "prompt": "x"}\n[1]', "some.jsonl, line 2: expected an object"),
         ('{"id": "a"}', "line 1: expected an object with id and prompt"),
         ('{"id": "a", "prompt": ""}', "line 1: expected an object with id and prompt"),
@@ -197,7 +198,7 @@ def test_prompts_are_read_with_their_kind(tmp_path):
 )
 def test_malformed_prompt_files(tmp_path, text, message):
     file = tmp_path / "some.jsonl"
-    file.write_text(text)
+    file.write_text(text, encoding="utf-8", errors="surrogateescape")
     with pytest.raises(ValueError, match=message):
         evaluation.read_prompts(file)
 

@@ -45,6 +45,8 @@ def test_bad_input_is_one_line_and_exit_code_2(run, tmp_path):
     for flag, value in (("--batch-size", 0), ("--steps", 0), ("--loop-rows", -1), ("--minutes", 0)):
         code, shown, err = run("--small", "--out", out, flag, value)
         assert (code, shown) == (2, "") and "not in the range" in err and err.count("\n") == 1
+    code, shown, err = run("--small", "--out", out, "--minutes", "nan")
+    assert (code, shown) == (2, "") and "nan is not a finite number" in err
     (tmp_path / "taken").mkdir()
     (tmp_path / "taken" / "file").touch()
     code, _, err = run("--small", "--out", tmp_path / "taken")
